@@ -1,0 +1,1 @@
+"""One module a task: load the problems, write the prompts, score the completions."""

@@ -1,0 +1,305 @@
+"""A Qwen2 / Qwen2.5 / Qwen3 (dense) transformer, and Hugging Face folders in and out.
+
+The network computes rotated `q, k` and `v` of a layer and hands them to a function it was given:
+
+    hidden = model(ids, pos, attend)         # attend(layer, q, k, v) -> o, same shape as q
+
+Prefill, decoding and learning differ in `attend` and in nothing else, so the sampler and the
+learner run the same network by construction. The model keeps no position counter: RoPE is fed by
+`pos`, which the caller states. Module names are those of the checkpoints, so loading is strict by
+one comparison of names and shapes.
+
+Sources: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), RoPE (arXiv 2104.09864, in the
+half-split layout of the checkpoints).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from errors import BadInput
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the network; the letters are those used in shape comments."""
+
+    V: int  # vocabulary
+    C: int  # hidden size
+    L: int  # layers
+    Hq: int  # query heads
+    Hkv: int  # key / value heads
+    D: int  # head dim: stated, never derived (Qwen3-4B has 32 * 128 != 2560)
+    ffn: int
+    eps: float
+    rope_theta: float
+    tied: bool  # the head is the embedding
+    qkv_bias: bool  # Qwen2
+    qk_norm: bool  # Qwen3
+    hf: dict = field(compare=False, repr=False)  # the folder's config.json, written back on saving
+
+    @classmethod
+    def from_hf(cls, hf: dict, where: str = "config.json") -> ModelConfig:
+        """Read a Hugging Face config.
+
+        Raises:
+            BadInput: a key is missing, or asks for something that this code does not implement.
+        """
+        kind = hf.get("model_type")
+        if kind not in ("qwen2", "qwen3"):
+            raise BadInput(f"{where}: model_type {kind!r}; expected 'qwen2' or 'qwen3' (dense)")
+        rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        unsupported = {
+            "use_sliding_window": hf.get("use_sliding_window", False),
+            "layer_types": set(hf.get("layer_types") or ()) - {"full_attention"},
+            "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+            "num_experts": hf.get("num_experts"),
+            "quantization_config": hf.get("quantization_config"),
+            "attention_bias": hf.get("attention_bias", kind == "qwen2") != (kind == "qwen2"),
+            "hidden_act": hf.get("hidden_act", "silu") != "silu",
+        }
+        for key, value in unsupported.items():
+            if value:
+                got = hf.get(key, rope)
+                raise BadInput(f"{where}: {key} = {got!r} is not implemented; use a dense "
+                               "Qwen2, Qwen2.5 or Qwen3 checkpoint with plain RoPE")
+        try:
+            head_dim = hf.get("head_dim")
+            if head_dim is None:  # the format's own defaults
+                head_dim = 128 if kind == "qwen3" else hf["hidden_size"] // hf["num_attention_heads"]
+            theta = hf["rope_theta"] if "rope_theta" in hf else rope["rope_theta"]
+            cfg = cls(
+                V=hf["vocab_size"], C=hf["hidden_size"], L=hf["num_hidden_layers"],
+                Hq=hf["num_attention_heads"], Hkv=hf["num_key_value_heads"], D=head_dim,
+                ffn=hf["intermediate_size"], eps=hf["rms_norm_eps"], rope_theta=theta,
+                tied=hf.get("tie_word_embeddings", False),
+                qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", hf=dict(hf),
+            )
+        except KeyError as e:
+            raise BadInput(f"{where}: {e.args[0]} is missing; expected a complete config") from None
+        if cfg.Hq % cfg.Hkv or cfg.D % 2:
+            raise BadInput(f"{where}: {cfg.Hq} query heads, {cfg.Hkv} key heads, head_dim {cfg.D}; "
+                           "expected query heads a multiple of key heads and an even head_dim")
+        return cfg
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+def rope_table(pos: Tensor, D: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles: two (B, 1, T, D) of `dtype`, from pos (B, T) int64."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    inv_freq = 1.0 / theta ** (torch.arange(0, D, 2, device=pos.device, dtype=wide) / D)
+    angle = pos[:, None, :, None].to(wide) * inv_freq  # (B, 1, T, D/2)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x (B, H, T, D), half-split layout."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.D = cfg.D
+        self.q_proj = nn.Linear(cfg.C, cfg.Hq * cfg.D, bias=cfg.qkv_bias)
+        self.k_proj = nn.Linear(cfg.C, cfg.Hkv * cfg.D, bias=cfg.qkv_bias)
+        self.v_proj = nn.Linear(cfg.C, cfg.Hkv * cfg.D, bias=cfg.qkv_bias)
+        self.o_proj = nn.Linear(cfg.Hq * cfg.D, cfg.C, bias=False)
+        self.q_norm = RMSNorm(cfg.D, cfg.eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(cfg.D, cfg.eps) if cfg.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+        B, T, C = x.shape
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.D)).transpose(1, 2)  # (B, Hq, T, D)
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.D)).transpose(1, 2)  # (B, Hkv, T, D)
+        v = self.v_proj(x).view(B, T, -1, self.D).transpose(1, 2)
+        o = attend(layer, rotate(q, *rope), rotate(k, *rope), v)
+        return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.C, cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.C, cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn, cfg.C, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg.C, cfg.eps)
+        self.self_attn = SelfAttention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg.C, cfg.eps)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, layer, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen(nn.Module):
+    """The transformer. `checkpointing = True` recomputes each block in the backward pass."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.checkpointing = False
+        self.embed_tokens = nn.Embedding(cfg.V, cfg.C)
+        self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.L))
+        self.norm = RMSNorm(cfg.C, cfg.eps)
+        if not cfg.tied:
+            self.lm_head = nn.Linear(cfg.C, cfg.V, bias=False)
+
+    def forward(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states.
+
+        Args:
+            ids: (B, T) int64 tokens.
+            pos: (B, T) int64 absolute positions; any order, repeats allowed (packed responses).
+            attend: called once a layer with rotated q (B, Hq, T, D), k, v (B, Hkv, T, D); returns
+                o like q. Under checkpointing it is called again in the backward pass and must
+                return the same.
+        Returns:
+            (B, T, C), normalised, ready for `logits`.
+        """
+        x = self.embed_tokens(ids)
+        rope = rope_table(pos, self.cfg.D, self.cfg.rope_theta, x.dtype)
+        for layer, block in enumerate(self.layers):
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, layer, attend, use_reentrant=False)
+            else:
+                x = block(x, rope, layer, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., V) in float32 or wider, from hidden (..., C)."""
+        head = self.embed_tokens if self.cfg.tied else self.lm_head
+        z = F.linear(hidden, head.weight)
+        return z if z.dtype == torch.float64 else z.float()
+
+
+def repeat_kv(x: Tensor, groups: int) -> Tensor:
+    """(B, Hkv, T, D) -> (B, Hkv * groups, T, D): each KV head serves `groups` query heads."""
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain causal attention of whole sequences without a past: the dense `attend`."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = repeat_kv(k, groups), repeat_kv(v, groups)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _checkpoint_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file; expected a Hugging Face checkpoint folder with "
+                       "config.json and *.safetensors") from None
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{path}: cannot be read as JSON ({e})") from None
+
+
+def _shards(folder: Path) -> list[Path]:
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    index = _read_json(folder / "model.safetensors.index.json")
+    shards = [folder / name for name in sorted(set(index.get("weight_map", {}).values()))]
+    for shard in shards:
+        if not shard.exists():
+            raise BadInput(f"{shard}: shard named by the index is missing; download it again")
+    return shards
+
+
+def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -> Qwen:
+    """Load a Hugging Face folder: every weight must be there, with its shape, and no other.
+
+    Tensors are read one at a time from the memory-mapped files into their final dtype and device.
+
+    Raises:
+        BadInput: no such folder, a missing, extra or misshaped weight, a damaged file, a config
+            that asks for something not implemented.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise BadInput(f"{folder}: no such folder; expected a Hugging Face checkpoint folder")
+    cfg = ModelConfig.from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
+    with torch.device("meta"):
+        model = Qwen(cfg)
+    expected = {_checkpoint_name(name): (name, p) for name, p in model.state_dict().items()}
+    state: dict[str, Tensor] = {}
+    for path in _shards(folder):
+        try:
+            with safe_open(path, framework="pt") as f:
+                for key in f.keys():  # noqa: SIM118 (not a dict)
+                    if key == "lm_head.weight" and cfg.tied:
+                        continue  # a duplicate of the embedding that some writers add
+                    if key not in expected:
+                        raise BadInput(f"{path}: weight {key} is not part of this architecture; "
+                                       f"expected names of {cfg.hf['model_type']}")
+                    name, want = expected[key]
+                    if (shape := tuple(f.get_slice(key).get_shape())) != tuple(want.shape):
+                        raise BadInput(f"{path}: weight {key} has shape {shape}; expected "
+                                       f"{tuple(want.shape)} from config.json")
+                    if f.get_slice(key).get_dtype() not in ("F64", "F32", "BF16", "F16"):
+                        raise BadInput(f"{path}: weight {key} is {f.get_slice(key).get_dtype()}; "
+                                       "expected floating point, quantised weights are refused")
+                    state[name] = f.get_tensor(key).to(device, dtype)
+        except SafetensorError as e:
+            raise BadInput(f"{path}: damaged or truncated safetensors file ({e}); "
+                           "download it again") from None
+    missing = [key for key, (name, _) in expected.items() if name not in state]
+    if missing:
+        raise BadInput(f"{folder}: weight {missing[0]} is missing ({len(missing)} in all); "
+                       "expected every weight that config.json implies")
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def save_model(model: Qwen, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and model.safetensors into an existing folder, in `dtype` (default: as is).
+
+    Tied embeddings are written once. The folder loads here and in transformers; the tokenizer's
+    files are written by `Tokenizer.save`.
+    """
+    folder, dtype = Path(folder), dtype or next(model.parameters()).dtype
+    state = {_checkpoint_name(k): v.detach().to("cpu", dtype).contiguous()
+             for k, v in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    hf = {k: v for k, v in model.cfg.hf.items() if k not in ("dtype", "torch_dtype")}
+    hf["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,136 @@
+"""The sampler: prefill each prompt once, decode its G samples together, record what was seen.
+
+Order inside a step: write the key, attend, evict. Randomness is a function of (seed, step, prompt,
+sample, token): one uniform number a token, drawn from a generator of its own for each sample, and
+inverted through the cumulative distribution. So the batch, its order and what ran before do not
+change a sample, and a resumed run draws what the uninterrupted one would have drawn.
+
+Invariant: the tokens sampled are the tokens trained on, with the log-probs they were sampled at.
+Source: arXiv 2605.06850, rollout phase; GRPO groups after arXiv 2402.03300.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eviction import Eviction
+from kvcache import KVCache
+from model import Qwen
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """N prompts with G samples each, of up to R response tokens.
+
+    Masks come from `lengths`, never from token values: padding may equal a stop token.
+    """
+
+    sequence: list[int]  # N, identity of each prompt
+    prompts: list[Tensor]  # N tensors (P_n,) int64
+    tokens: Tensor  # (N, G, R) int64
+    lengths: Tensor  # (N, G) int64, response tokens with the stop token, if it came
+    stopped: Tensor  # (N, G) bool, False = truncated at R
+    logp: Tensor  # (N, G, R) float32 or wider, natural log at the sampling temperature
+    evict_at: list[Tensor]  # N tensors (L, G, Hkv, P_n + R) int32
+    kv_bytes_peak: int  # key and value storage while decoding
+    kv_bytes_dense: int  # the same with nothing evicted, still one prompt copy a group
+
+    @property
+    def mask(self) -> Tensor:
+        """(N, G, R) bool, True = a sampled token."""
+        t = torch.arange(self.tokens.shape[2], device=self.lengths.device)
+        return t < self.lengths[..., None]
+
+
+def kv_bytes(cfg, kept: int, slots: int, itemsize: int) -> int:
+    """`2 L Hkv D itemsize (kept prompt keys, once a group + response slots, once a sample)`."""
+    return 2 * cfg.L * cfg.Hkv * cfg.D * itemsize * (kept + slots)
+
+
+def uniforms(seed: int, step: int, sequence: int, sample: int, R: int) -> np.ndarray:
+    """R numbers in [0, 1), float64: the randomness of one sample, whatever else is sampled."""
+    return np.random.default_rng([seed, step, sequence, sample]).random(R)
+
+
+def choose(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Pick a token a row and tell its log-prob at that temperature.
+
+    Args:
+        logits: (B, V) float32 or wider.
+        temperature: 0 = greedy, whose log-prob is reported at temperature 1.
+        u: (B,) float64 in [0, 1).
+    Returns:
+        token (B,) int64 and logp (B,) in the dtype of the logits.
+    """
+    logp = (logits / (temperature or 1.0)).log_softmax(-1)
+    if temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        cdf = logp.double().exp().cumsum(-1)
+        # Scaled by the last entry, which rounding leaves beside 1, so u < 1 always finds a token
+        # of positive probability.
+        token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
+        token = token.clamp(max=logits.shape[-1] - 1)
+    return token, logp.gather(-1, token[:, None])[:, 0]
+
+
+@torch.no_grad()
+def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequence[int], G: int,
+             max_new: int, stop_ids: frozenset[int], eviction: Eviction, temperature: float = 1.0,
+             seed: int = 0, step: int = 0) -> Rollout:
+    """Sample G responses to each prompt under an evicting cache.
+
+    Args:
+        prompts: N token sequences, none empty. No padding: each is prefilled by itself.
+        sequence: N identities (the prompt's index in its data set); they key the randomness.
+        G: samples a prompt.
+        max_new: R, response tokens at most.
+        stop_ids: a sample ends with the first of these, which belongs to it.
+        temperature: of the softmax; 0 = greedy.
+    """
+    assert len(prompts) == len(sequence) and all(len(p) > 0 for p in prompts)
+    device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
+    ids = [torch.tensor(p, dtype=torch.int64, device=device) for p in prompts]
+    lens = [len(p) for p in prompts]
+    N, R, B = len(ids), max_new, len(ids) * G
+    # The last token is sampled but never fed back, yet it has a slot: the formula stays plain.
+    cache = KVCache(model.cfg, lens, G, R, eviction=eviction, dtype=dtype, device=device)
+    hidden = []
+    for n, prompt in enumerate(ids):
+        pos = torch.arange(len(prompt), device=device)[None]
+        hidden.append(model(prompt[None], pos, cache.prefill(n, sequence[n]))[:, -1])
+    logits = model.logits(torch.cat(hidden)).repeat_interleave(G, dim=0)  # (B, V)
+
+    u = torch.tensor(np.stack([uniforms(seed, step, s, g, R) for s in sequence for g in range(G)]),
+                     device=device)
+    pos = torch.tensor(lens, device=device).repeat_interleave(G)  # of the token about to be sampled
+    stops = torch.tensor(sorted(stop_ids), device=device)
+    tokens = torch.zeros(B, R, dtype=torch.int64, device=device)
+    logp = torch.zeros(B, R, dtype=logits.dtype, device=device)
+    lengths = torch.zeros(B, dtype=torch.int64, device=device)
+    stopped = torch.zeros(B, dtype=torch.bool, device=device)
+    for t in range(R):
+        running = ~stopped
+        token, token_logp = choose(logits, temperature, u[:, t])
+        tokens[:, t], logp[:, t] = token * running, token_logp * running
+        lengths += running
+        stopped |= torch.isin(token, stops)
+        if t + 1 == R or bool(stopped.all()):
+            break
+        logits = model.logits(model(tokens[:, t : t + 1], pos[:, None], cache.decode(pos))[:, 0])
+        pos = pos + 1
+
+    kept = sum(eviction.budget(P) for P in lens)
+    itemsize = cache.k.element_size()
+    assert cache.kv_bytes == kv_bytes(model.cfg, kept, B * R, itemsize), "storage grew"
+    return Rollout(
+        sequence=list(sequence), prompts=ids, tokens=tokens.view(N, G, R),
+        lengths=lengths.view(N, G), stopped=stopped.view(N, G), logp=logp.view(N, G, R),
+        evict_at=cache.evict_at, kv_bytes_peak=cache.kv_bytes,
+        kv_bytes_dense=kv_bytes(model.cfg, sum(lens), B * R, itemsize),
+    )
