@@ -1,4 +1,4 @@
-"""The one way bad input is reported: a single line (what, got, expected, what to do), exit status 2."""
+"""How bad input is reported: one line (what, got, expected, what to do) and exit status 2."""
 
 from __future__ import annotations
 

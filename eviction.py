@@ -43,7 +43,8 @@ class Eviction:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise BadInput(f"--policy {self.policy}: unknown; expected one of {', '.join(POLICIES)}")
+            raise BadInput(f"--policy {self.policy}: unknown; expected one of "
+                           + ", ".join(POLICIES))
         if not 0 < self.keep <= 1:
             raise BadInput(f"--keep {self.keep}: expected a share in (0, 1]; 1 evicts nothing")
         if self.sinks < 0 or self.window < 1:

@@ -79,7 +79,8 @@ class ModelConfig:
         try:
             head_dim = hf.get("head_dim")
             if head_dim is None:  # the format's own defaults
-                head_dim = 128 if kind == "qwen3" else hf["hidden_size"] // hf["num_attention_heads"]
+                qwen2_dim = hf["hidden_size"] // hf["num_attention_heads"]
+                head_dim = 128 if kind == "qwen3" else qwen2_dim
             theta = hf["rope_theta"] if "rope_theta" in hf else rope["rope_theta"]
             cfg = cls(
                 V=hf["vocab_size"], C=hf["hidden_size"], L=hf["num_hidden_layers"],
@@ -109,7 +110,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(pos: Tensor, D: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles: two (B, 1, T, D) of `dtype`, from pos (B, T) int64."""
+    """cos and sin of each position's angles: two (B, 1, T, D) of `dtype`, from pos (B, T)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     inv_freq = 1.0 / theta ** (torch.arange(0, D, 2, device=pos.device, dtype=wide) / D)
     angle = pos[:, None, :, None].to(wide) * inv_freq  # (B, 1, T, D/2)

@@ -3,7 +3,7 @@
 The rollout recorded `evict_at`; `visible` turns a record into visibility, and `Replay` is the
 learner's `attend` that applies it to one packed group,
 
-    row = [ prompt (P) | response 1 (R) | ... | response G (R) ]     positions P.. restart per response
+    row = [ prompt (P) | response 1 (R) | ... | response G (R) ]   each response at positions P..
 
 so linear layers see P + G R tokens instead of G (P + R). Prompt rows are dense: they were computed
 before anything was evicted, and the survivors' keys and values come out of them. Response rows
@@ -53,8 +53,8 @@ def pack(prompt: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         prompt: (P,) int64.
         tokens: (G, R) int64, sampled tokens; what pads a shorter response does not matter.
     Returns:
-        ids and pos, both (1, P + G * R) int64; and (G, R) int64, the row whose hidden state predicts
-        each token: the last prompt row for the first token, the token before for the others.
+        ids and pos, both (1, P + G * R) int64; and (G, R) int64, the row that predicts each token:
+        the last prompt row for the first token, the token before for the others.
     """
     (P,), (G, R) = prompt.shape, tokens.shape
     t = torch.arange(R, device=prompt.device)

@@ -176,9 +176,8 @@ def main() -> None:
                 tok.encode("0123456789")))
             last = _last_span(full)
             exact = 1 - (wrong_digit & last).any(1).float().mean()
-            print(f"step {step} {spent:.1f} min {seen / 1e6:.1f} Mtok {seen / spent / 60:.0f} tok/s "
-                  f"examples {examples} loss {loss:.4f} answers with every digit right {exact:.2f}",
-                  flush=True)
+            print(f"step {step} {spent:.1f} min {seen / 1e6:.1f} Mtok, {examples} examples, "
+                  f"loss {loss:.4f}, answers with every digit right {exact:.2f}", flush=True)
         if step % 1000 == 0:
             save_model(model, args.out, dtype=torch.bfloat16)
     save_model(model, args.out, dtype=torch.bfloat16)

@@ -9,9 +9,11 @@ function of (split, i) alone.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from data.gsm8k import Problem
 
+MODEL = Path(__file__).resolve().parent / "embedded"  # made by data/pretrain.py
 NAMES = ("Tom Ann Bob Sue Max Eva Leo Mia Ben Zoe Sam Ivy Dan Amy Jim Kay Ned Liz Roy Peg Hal Una "
          "Gus Fay").split()
 ITEMS = ("pens cups hats books apples coins cards stones shells eggs keys balls rings stars boats "
@@ -120,7 +122,12 @@ def prompt(r: random.Random, question: str, examples: int = EXAMPLES) -> str:
 
 
 def problem(split: str, index: int) -> Problem:
-    """Problem `index` of the endless split "train" or "test" (prompts of 190-330 tokens)."""
+    """Problem `index` of the split "train" or "test" (prompts of 190-330 tokens)."""
     r = random.Random(f"{split} {index}")
     question, steps, _ = story(r, r.randint(1, 3))
     return Problem(index, prompt(r, question), str(result(steps[-1])))
+
+
+def load(split: str) -> list[Problem]:
+    """The problems of a split, always the same: 4,096 to train on, 1,024 to test."""
+    return [problem(split, i) for i in range({"train": 4096, "test": 1024}[split])]

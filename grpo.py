@@ -1,0 +1,223 @@
+"""The objective: GRPO on the shadow-masked policy, plus a KL penalty towards the dense one.
+
+    maximise  E[ L_GRPO(pi(y|x,M)) - lam * KL( sg[pi(y|x)] || pi(y|x,M) ) ]
+
+The masked pass is track 1, the dense pass of the same weights without gradients is the teacher of
+track 2. Both terms are sums over tokens with the same weights, fixed for the whole optimiser step
+before the first backward pass, so gradients do not depend on how the step is split.
+
+With one update a rollout the ratio is exactly 1 and the policy loss has a value near 0. That is no
+fault: its gradient is advantage * grad log pi.
+
+Sources: SMD arXiv 2605.06850; GRPO arXiv 2402.03300, section 4.1; DAPO arXiv 2503.14476 (token
+mean); Dr. GRPO arXiv 2503.20783 (constant denominator, no division by the deviation).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from eviction import NEVER
+from model import Qwen
+from rollout import Rollout
+from shadow_mask import Replay, dense_record, pack
+
+LOSSES = ("grpo", "dapo", "dr_grpo")
+LOGIT_BYTES = 2**27  # of one chunk of float32 logits
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Constants of the loss.
+
+    Attributes:
+        loss: "grpo", "dapo" or "dr_grpo": how tokens are weighted, see `token_weights`.
+        lam: weight of the distillation KL; 0 is track 1 alone.
+        eps_low, eps_high: the ratio is clipped to [1 - eps_low, 1 + eps_high].
+        temperature: that of the rollout, replayed here.
+        micro_samples: samples of a group in one packed row; 0 = all. Bounds memory only.
+    """
+
+    loss: str = "dapo"
+    lam: float = 0.1
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    temperature: float = 1.0
+    micro_samples: int = 0
+
+
+def advantages(rewards: Tensor, *, scale: bool) -> Tensor:
+    """Group-relative advantages.
+
+    Args:
+        rewards: (N, G) float.
+        scale: divide by the group's standard deviation (unbiased) + 1e-6; Dr. GRPO does not.
+    Returns:
+        (N, G); exactly 0 in a group whose rewards are all equal.
+    """
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    if scale:
+        centred = centred / (rewards.std(dim=1, keepdim=True) + 1e-6)
+    return centred.masked_fill(dead_groups(rewards)[:, None], 0.0)
+
+
+def dead_groups(rewards: Tensor) -> Tensor:
+    """(N,) bool: groups of equal rewards, which teach the policy nothing."""
+    return (rewards == rewards[:, :1]).all(dim=1)
+
+
+def token_weights(mask: Tensor, loss: str) -> Tensor:
+    """How much each token counts; the step's loss is the weighted sum of its token losses.
+
+    Args:
+        mask: (N, G, R) bool, the active tokens of the whole optimiser step.
+        loss: "grpo": mean over the tokens of a sequence, then over sequences; "dapo": mean over
+            all tokens; "dr_grpo": sum over tokens / (sequences * R).
+    Returns:
+        (N, G, R) float32; all 0 where nothing is active.
+    """
+    N, G, R = mask.shape
+    active = mask.float()
+    if loss == "grpo":
+        length = active.sum(-1, keepdim=True)
+        return active / length.clamp(min=1) / (length > 0).sum().clamp(min=1)
+    if loss == "dapo":
+        return active / active.sum().clamp(min=1)
+    assert loss == "dr_grpo", loss
+    return active / (N * G * R)
+
+
+def policy_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, eps_low: float, eps_high: float):
+    """Clipped surrogate of each token (to be minimised), and whether the clip decided it.
+
+    Args: logp, old_logp, advantage: (...,), broadcastable. Returns: loss, clipped (bool).
+    """
+    ratio = (logp - old_logp).exp()
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
+    plain, clipped = ratio * advantage, clipped * advantage
+    return -torch.min(plain, clipped), clipped < plain
+
+
+def token_terms(model: Qwen, hidden: Tensor, teacher: Tensor | None, tokens: Tensor,
+                temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, entropy and exact distillation KL of each token, all in float32 or wider.
+
+    Logits exist for one chunk of tokens at a time and are recomputed in the backward pass.
+
+    Args:
+        hidden: (M, C), what predicts each token.
+        teacher: (M, C) from the dense pass, without gradient; None = no KL.
+        tokens: (M,) int64.
+    Returns:
+        logp, entropy (detached), kl = KL(sg[dense] || shadow) over the full vocabulary; each (M,).
+    """
+
+    def chunk(hidden: Tensor, teacher: Tensor | None, tokens: Tensor):
+        z = model.logits(hidden) / temperature
+        logp = z.log_softmax(-1)  # (m, V)
+        with torch.no_grad():
+            lse = z.logsumexp(-1)
+            entropy = lse - (logp.exp() * z).sum(-1)  # never 0 * -inf
+        if teacher is None:
+            kl = torch.zeros_like(entropy)
+        else:
+            with torch.no_grad():
+                dense = (model.logits(teacher) / temperature).log_softmax(-1)
+            kl = (dense.exp() * (dense - logp)).sum(-1)
+        return logp.gather(-1, tokens[:, None])[:, 0], entropy, kl
+
+    size = max(1, LOGIT_BYTES // (4 * model.cfg.V))
+    out = []
+    for start in range(0, len(tokens), size):
+        s = slice(start, start + size)
+        part = None if teacher is None else teacher[s]
+        out.append(checkpoint(chunk, hidden[s], part, tokens[s], use_reentrant=False))
+    return tuple(torch.cat(x) for x in zip(*out, strict=True))
+
+
+def group_terms(model: Qwen, rollout: Rollout, n: int, samples: slice, *, temperature: float,
+                distil: bool, replay: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`token_terms` of the active tokens of some samples of group n, and their mask.
+
+    `replay=False` is the dense learner: the same pass with a record of nothing evicted.
+    """
+    mask = rollout.mask[n, samples]
+    R = int(rollout.lengths[n, samples].max())
+    prompt, tokens, mask = rollout.prompts[n], rollout.tokens[n, samples, :R], mask[:, :R]
+    P = len(prompt)
+    record = rollout.evict_at[n][:, samples, :, : P + R]
+    ids, pos, row = pack(prompt, tokens)
+    attend = Replay(record if replay else dense_record(record), P)
+    hidden = model(ids, pos, attend)[0]
+    teacher = None
+    if distil and replay and bool((record != NEVER).any()):
+        with torch.no_grad():  # response rows alone: the prompt's are the same in both passes
+            dense = Replay(dense_record(record), P, prompt_kv=attend.prompt_kv)
+            responses = model(ids[:, P:], pos[:, P:], dense)[0]
+            teacher = torch.cat((hidden[:P].detach(), responses))[row[mask]]
+    return *token_terms(model, hidden[row[mask]], teacher, tokens[mask], temperature), mask
+
+
+def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objective,
+             old_logp: Tensor | None = None) -> dict[str, float]:
+    """Accumulate the gradient of one optimiser step, group by group, and tell what was seen.
+
+    Args:
+        rewards: (N, G) float.
+        old_logp: (N, G, R) log-probs of the policy before the step; None = of the current weights,
+            for the first update of a rollout.
+    Returns:
+        metrics named as in README.md; `loss` is NaN if any token's loss was.
+    """
+    o = objective
+    N, G, R = rollout.tokens.shape
+    advantage = advantages(rewards, scale=o.loss != "dr_grpo").to(rollout.logp)
+    dead = dead_groups(rewards).tolist()
+    weights = token_weights(rollout.mask, o.loss).to(rollout.logp)
+    total = {"loss": 0.0, "distill/kl": 0.0, "policy/entropy": 0.0, "policy/clip_frac": 0.0}
+    differences, seen_tok = [], 0
+    for n in range(N):
+        if dead[n] and o.lam == 0:
+            continue  # nothing in it has a gradient
+        step = o.micro_samples or G
+        for g in range(0, G, step):
+            s = slice(g, min(g + step, G))
+            logp, entropy, kl, mask = group_terms(
+                model, rollout, n, s, temperature=o.temperature, distil=o.lam > 0)
+            pick = (n, s, slice(0, mask.shape[1]))
+            w = weights[pick][mask]
+            a = advantage[n, s, None].expand(mask.shape)[mask]
+            old = logp.detach() if old_logp is None else old_logp[pick][mask]
+            policy, clipped = policy_loss(logp, old, a, o.eps_low, o.eps_high)
+            loss = (w * policy).sum() + o.lam * (w * kl).sum()
+            loss.backward()
+            differences.append(logp.detach() - rollout.logp[pick][mask])
+            seen_tok += len(w)
+            for key, value in (("loss", loss), ("distill/kl", kl.sum()),
+                               ("policy/entropy", entropy.sum()),
+                               ("policy/clip_frac", clipped.sum())):
+                total[key] += float(value.detach())
+    for key in ("distill/kl", "policy/entropy", "policy/clip_frac"):
+        total[key] /= max(1, seen_tok)
+    total["reward/dead_group_frac"] = sum(dead) / N
+    total["tok/learn"] = seen_tok
+    return total | mismatch(torch.cat([rollout.logp.new_zeros(0), *differences]))
+
+
+def mismatch(difference: Tensor) -> dict[str, float]:
+    """Statistics of (learner_logp - rollout_logp) over tokens (M,), from raw values.
+
+    `kl` is the k3 estimate of KL(sampler || learner), E[r - 1 - log r] with r = learner / sampler.
+    """
+    if len(difference) == 0:
+        return {"mismatch/logp_abs_mean": 0.0, "mismatch/logp_abs_max": 0.0, "mismatch/kl": 0.0,
+                "mismatch/ratio_p01": 1.0}
+    d = difference.double()
+    return {"mismatch/logp_abs_mean": float(d.abs().mean()),
+            "mismatch/logp_abs_max": float(d.abs().max()),
+            "mismatch/kl": float((d.exp() - 1 - d).mean()),
+            "mismatch/ratio_p01": float(d.quantile(0.01).exp())}
