@@ -55,7 +55,8 @@ class Eviction:
         """How many of a prompt's P keys stay in each layer and KV head."""
         if self.keep == 1:
             return P
-        return min(P, max(int(self.keep * P + 0.5), self.sinks + self.window))
+        nearest = int(self.keep * P + 0.5 + 1e-9)  # 0.7 * 45 is 31.499999999999996
+        return min(P, max(nearest, self.sinks + self.window))
 
 
 @dataclass(frozen=True)

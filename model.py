@@ -61,11 +61,12 @@ class ModelConfig:
         kind = hf.get("model_type")
         if kind not in ("qwen2", "qwen3"):
             raise BadInput(f"{where}: model_type {kind!r}; expected 'qwen2' or 'qwen3' (dense)")
-        rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        ropes = [hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}]  # old, new layout
+        scaled = [r for r in ropes if r.get("rope_type", r.get("type", "default")) != "default"]
         unsupported = {
             "use_sliding_window": hf.get("use_sliding_window", False),
             "layer_types": set(hf.get("layer_types") or ()) - {"full_attention"},
-            "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+            "rope_scaling": scaled,
             "num_experts": hf.get("num_experts"),
             "quantization_config": hf.get("quantization_config"),
             "attention_bias": hf.get("attention_bias", kind == "qwen2") != (kind == "qwen2"),
@@ -73,24 +74,30 @@ class ModelConfig:
         }
         for key, value in unsupported.items():
             if value:
-                got = hf.get(key, rope)
+                got = scaled[0] if key == "rope_scaling" else hf[key]
                 raise BadInput(f"{where}: {key} = {got!r} is not implemented; use a dense "
                                "Qwen2, Qwen2.5 or Qwen3 checkpoint with plain RoPE")
-        try:
-            head_dim = hf.get("head_dim")
-            if head_dim is None:  # the format's own defaults
-                qwen2_dim = hf["hidden_size"] // hf["num_attention_heads"]
-                head_dim = 128 if kind == "qwen3" else qwen2_dim
-            theta = hf["rope_theta"] if "rope_theta" in hf else rope["rope_theta"]
-            cfg = cls(
-                V=hf["vocab_size"], C=hf["hidden_size"], L=hf["num_hidden_layers"],
-                Hq=hf["num_attention_heads"], Hkv=hf["num_key_value_heads"], D=head_dim,
-                ffn=hf["intermediate_size"], eps=hf["rms_norm_eps"], rope_theta=theta,
-                tied=hf.get("tie_word_embeddings", False),
-                qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", hf=dict(hf),
-            )
-        except KeyError as e:
-            raise BadInput(f"{where}: {e.args[0]} is missing; expected a complete config") from None
+
+        def positive(key: str, kind: type | tuple = int, source: dict = hf):
+            got = source.get(key)
+            if not isinstance(got, kind) or got <= 0:
+                got = f"= {got!r}" if key in source else "is missing"
+                raise BadInput(f"{where}: {key} {got}; expected a positive number")
+            return got
+
+        C, Hq = positive("hidden_size"), positive("num_attention_heads")
+        if hf.get("head_dim") is not None:
+            head_dim = positive("head_dim")
+        else:  # the format's own defaults
+            head_dim = 128 if kind == "qwen3" else C // Hq
+        cfg = cls(
+            V=positive("vocab_size"), C=C, L=positive("num_hidden_layers"),
+            Hq=Hq, Hkv=positive("num_key_value_heads"), D=head_dim,
+            ffn=positive("intermediate_size"), eps=positive("rms_norm_eps", (int, float)),
+            rope_theta=positive("rope_theta", (int, float), {**hf, **ropes[0], **ropes[1]}),
+            tied=hf.get("tie_word_embeddings", False),
+            qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", hf=dict(hf),
+        )
         if cfg.Hq % cfg.Hkv or cfg.D % 2:
             raise BadInput(f"{where}: {cfg.Hq} query heads, {cfg.Hkv} key heads, head_dim {cfg.D}; "
                            "expected query heads a multiple of key heads and an even head_dim")
@@ -227,19 +234,25 @@ def _checkpoint_name(name: str) -> str:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file; expected a Hugging Face checkpoint folder with "
                        "config.json and *.safetensors") from None
     except (OSError, ValueError) as e:
         raise BadInput(f"{path}: cannot be read as JSON ({e})") from None
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: a JSON {type(content).__name__}; expected an object {{...}}")
+    return content
 
 
 def _shards(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
-    index = _read_json(folder / "model.safetensors.index.json")
-    shards = [folder / name for name in sorted(set(index.get("weight_map", {}).values()))]
+    index = folder / "model.safetensors.index.json"
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise BadInput(f"{index}: no usable weight_map; expected weight names and their files")
+    shards = [folder / name for name in sorted(set(files.values()))]
     for shard in shards:
         if not shard.exists():
             raise BadInput(f"{shard}: shard named by the index is missing; download it again")
@@ -262,13 +275,13 @@ def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -
     with torch.device("meta"):
         model = Qwen(cfg)
     expected = {_checkpoint_name(name): (name, p) for name, p in model.state_dict().items()}
+    if cfg.tied:  # some writers add a copy of the embedding: compared, then dropped
+        expected["lm_head.weight"] = ("lm_head.weight", model.embed_tokens.weight)
     state: dict[str, Tensor] = {}
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as f:
                 for key in f.keys():  # noqa: SIM118 (not a dict)
-                    if key == "lm_head.weight" and cfg.tied:
-                        continue  # a duplicate of the embedding that some writers add
                     if key not in expected:
                         raise BadInput(f"{path}: weight {key} is not part of this architecture; "
                                        f"expected names of {cfg.hf['model_type']}")
@@ -280,13 +293,18 @@ def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -
                         raise BadInput(f"{path}: weight {key} is {f.get_slice(key).get_dtype()}; "
                                        "expected floating point, quantised weights are refused")
                     state[name] = f.get_tensor(key).to(device, dtype)
-        except SafetensorError as e:
-            raise BadInput(f"{path}: damaged or truncated safetensors file ({e}); "
+        except (SafetensorError, OSError) as e:
+            raise BadInput(f"{path}: damaged, truncated or unreadable safetensors file ({e}); "
                            "download it again") from None
-    missing = [key for key, (name, _) in expected.items() if name not in state]
+    missing = [_checkpoint_name(name) for name in model.state_dict() if name not in state]
     if missing:
         raise BadInput(f"{folder}: weight {missing[0]} is missing ({len(missing)} in all); "
                        "expected every weight that config.json implies")
+    if cfg.tied:
+        head = state.pop("lm_head.weight", state["embed_tokens.weight"])
+        if not torch.equal(head, state["embed_tokens.weight"]):
+            raise BadInput(f"{folder}: lm_head.weight differs from the embedding; expected a copy, "
+                           "or none, or tie_word_embeddings false in config.json")
     model.load_state_dict(state, assign=True)
     return model
 

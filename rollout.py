@@ -73,9 +73,8 @@ def choose(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tenso
     else:
         cdf = logp.double().exp().cumsum(-1)
         # Scaled by the last entry, which rounding leaves beside 1, so u < 1 always finds a token
-        # of positive probability.
+        # of positive probability. NaN finds none: the index is V, and `gather` refuses it.
         token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
-        token = token.clamp(max=logits.shape[-1] - 1)
     return token, logp.gather(-1, token[:, None])[:, 0]
 
 

@@ -12,10 +12,11 @@ resumed therefore equals the uninterrupted one, and evaluation changes nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
-import os
+import re
 import shutil
 import subprocess
 import sys
@@ -167,9 +168,9 @@ def open_run(cfg: Config) -> Path:
                                f"{value!r}; give the same flags (only --steps may change)")
             return out
         if out.exists() and any(out.iterdir()):
-            if not cfg.overwrite:
-                raise BadInput(f"--out {out}: exists already; continue it with --resume, replace "
-                               "it with --overwrite, or name another folder")
+            if not cfg.overwrite or not (out / "config.json").exists():
+                raise BadInput(f"--out {out}: exists already; continue a run with --resume, "
+                               "replace it with --overwrite, or name another folder")
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
         config = {**dataclasses.asdict(cfg), "commit": _commit(), "torch": torch.__version__}
@@ -225,37 +226,22 @@ def append(path: Path, rows: list[dict]) -> None:
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-class Peak:
-    """Peak memory of one phase: `with Peak(device) as peak: ...; peak.bytes`.
-
-    CUDA: allocated by torch. CPU: resident set of the process, model included (Linux resets it for
-    each phase; elsewhere it is the peak since the start).
-    """
-
-    def __init__(self, device: str):
-        self.device, self.bytes, self.seconds = device, 0, 0.0
-
-    def __enter__(self) -> Peak:
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        elif os.access("/proc/self/clear_refs", os.W_OK):
-            Path("/proc/self/clear_refs").write_text("5")
-        self.start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            self.bytes = torch.cuda.max_memory_allocated()
-        elif Path("/proc/self/status").exists():
-            line = next(x for x in Path("/proc/self/status").read_text().splitlines()
-                        if x.startswith("VmHWM"))
-            self.bytes = int(line.split()[1]) * 1024
-        else:
-            import resource
-            unit = 1 if sys.platform == "darwin" else 1024
-            self.bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        self.seconds = time.perf_counter() - self.start
+@contextlib.contextmanager
+def phase(device: str):
+    """Measure a phase: `sec`, and peak `bytes` (CUDA: allocated by torch; Linux: resident set of
+    the process, the model included; elsewhere 0 = unknown)."""
+    status, seen, start = Path("/proc/self/status"), {"bytes": 0}, time.perf_counter()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    yield seen
+    if device == "cuda":
+        torch.cuda.synchronize()
+        seen["bytes"] = torch.cuda.max_memory_allocated()
+    elif status.exists():
+        seen["bytes"] = 1024 * int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1])
+    seen["sec"] = time.perf_counter() - start
 
 
 # ---- the loop -----------------------------------------------------------------------------------
@@ -284,9 +270,9 @@ def sample(model: Qwen, tok: Tokenizer, batch: list, cfg: Config, step: int,
 def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: list, cfg: Config,
                step: int) -> tuple[dict, list[dict]]:
     """One update; returns its metrics and its samples."""
-    with Peak(cfg.device) as rolled:
+    with phase(cfg.device) as rolled:
         rollout, texts, rewards = sample(model, tok, batch, cfg, step)
-    with Peak(cfg.device) as learned:
+    with phase(cfg.device) as learned:
         metrics = backward(model, rollout, rewards, cfg.objective())
         norm = optim.step(finite=math.isfinite(metrics["loss"]))
     tokens = int(rollout.lengths.sum())
@@ -296,10 +282,10 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: list, cfg
         "len/mean_tok": tokens / rollout.lengths.numel(),
         "len/truncated_frac": float((~rollout.stopped).float().mean()),
         "kv/bytes_peak": rollout.kv_bytes_peak, "kv/bytes_dense": rollout.kv_bytes_dense,
-        "mem/rollout_bytes_peak": rolled.bytes, "mem/learner_bytes_peak": learned.bytes,
-        "time/rollout_sec": rolled.seconds, "time/learn_sec": learned.seconds,
-        "tok/rollout_per_sec": tokens / rolled.seconds,
-        "tok/learn_per_sec": metrics.pop("tok/learn") / learned.seconds,
+        "mem/rollout_bytes_peak": rolled["bytes"], "mem/learner_bytes_peak": learned["bytes"],
+        "time/rollout_sec": rolled["sec"], "time/learn_sec": learned["sec"],
+        "tok/rollout_per_sec": tokens / rolled["sec"],
+        "tok/learn_per_sec": metrics.pop("tok/learn") / learned["sec"],
     }
     advantage = advantages(rewards, scale=cfg.loss != "dr_grpo")
     samples = [{"step": step + 1, "problem": p.index, "sample": g, "prompt": p.prompt,

@@ -104,7 +104,6 @@ NUMBERS = [
     (r"\boxed{18\%}", 18),
     (r"\boxed{\frac{3}{4}} of 9", Fraction(3, 4)),
     (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)),
-    (r"\boxed{2\frac{1}{2}}", Fraction(1, 2)),  # not 21/2; a mixed number is not read as 5/2
     (r"\boxed{\text{18 apples}}, not 9", 18),
     (r"\boxed{18 \text{ cm}^2}", 18),
     (r"\boxed{18\text{ m}^{3}}", 18),
@@ -112,6 +111,9 @@ NUMBERS = [
     (r"\boxed{\{18\}}, not 9", 18),
     (r"} \boxed{18} { 9", 18),
     (r"\boxed{18} {9}", 18),
+    (r"\boxed{\mathbf{18}}, not 9", 18),
+    ("#### 7 #### 18", 18),
+    ("##### 18\n9", 18),
     # a box that says nothing falls through
     (r"so 7 \boxed{18", 18),
     (r"\boxed{18 and then 20", 20),
@@ -237,15 +239,12 @@ BAD_FILES = {
     "invalid JSON": (GOOD + b'{"question": "a"\n' + GOOD, 2),
     "two rows on a line": (GOOD + GOOD[:-1] + GOOD, 2),
     "a list": (b"[1]\n", 1),
-    "deeply nested": (GOOD + b"[" * 100_000 + b"\n", 2),
     "a number too long for int()": (b"9" * 5000 + b"\n", 1),
     "not UTF-8": (GOOD + GOOD + b'{"question": "\xff", "answer": "#### 1"}\n', 3),
-    "byte order mark": (b"\xef\xbb\xbf" + GOOD, 1),
     "no question": (lines([{"answer": "#### 1"}]), 1),
     "no answer": (lines([{"question": "a"}]), 1),
     "question not a string": (lines([{"question": 1, "answer": "#### 1"}]), 1),
     "answer not a string": (lines([{"question": "a", "answer": 1}]), 1),
-    "empty question": (lines([{"question": "", "answer": "#### 1"}]), 1),
     "answer without ####": (GOOD + lines([{"question": "a", "answer": "It is 18"}]), 2),
     "only a number": (GOOD + lines([{"question": "a", "answer": "18"}]), 2),
     "nothing after ####": (lines([{"question": "a", "answer": "18 ####"}]), 1),
@@ -283,7 +282,6 @@ def test_missing_file_or_folder(folder: Path) -> None:
 
 
 def test_bad_arguments(folder: Path) -> None:
-    assert "'validation'" in message(lambda: load("validation", str(folder)))
     for shots in (-1, 3):
         for split in ("train", "test"):
             text = message(lambda s=split, k=shots: load(s, str(folder), shots=k))
@@ -345,13 +343,6 @@ def test_download_once(server: Server, tmp_path: Path, capsys) -> None:
     assert files(tmp_path) == [CACHED]
     assert load("test", None) == expected
     assert capsys.readouterr().out == "" and server.requests == 1
-
-
-def test_damaged_cache_is_downloaded_again(server: Server, tmp_path: Path) -> None:
-    load("test", None)
-    (tmp_path / CACHED).write_bytes(lines(TEST)[:-9])
-    assert load("test", None) == [Problem(0, "Six threes?" + REASON, "18")]
-    assert server.requests == 2
 
 
 def refused(server_port: int, tmp_path: Path, reason: str) -> None:

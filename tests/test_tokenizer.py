@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from errors import BadInput
-from tokenizer import BYTE, MAX_SPACES, SPLIT, Tokenizer
+from tokenizer import BYTE, SPLIT, Tokenizer
 
 CORPUS = [
     "The quick brown fox doesn't jump over 12 lazy dogs; it'll rest, and they're glad.",
@@ -230,22 +230,6 @@ def test_chat_equals_the_template(folder, template, in_file):
     assert ours.chat("x", system="y") != ours.chat("x")
 
 
-def test_empty_think_block_without_think_tokens(source, tmp_path):
-    folder = shutil.copytree(source / "vocab", tmp_path / "t")
-
-    def strip(config):
-        config["chat_template"] = QWEN3
-        added = config["added_tokens_decoder"]
-        config["added_tokens_decoder"] = {
-            i: t for i, t in added.items() if t["content"] in CONTROL
-        }
-
-    edit(folder / "tokenizer_config.json", strip)
-    ours = Tokenizer.load(folder)
-    assert ours.chat("hi") == chat_of(transformers_of(folder), "hi", None)
-    assert ours.decode(ours.chat("hi")).endswith("<think>\n\n</think>\n\n")
-
-
 def test_all_stop_ids(folder):
     ours = Tokenizer.load(folder)
     names = {"<|endoftext|>", "<|im_end|>", "<|stop_a|>", "<|stop_b|>", "<|stop_c|>"}
@@ -256,7 +240,7 @@ def test_all_stop_ids(folder):
     (folder / "generation_config.json").unlink()
     assert ours.stop_ids - Tokenizer.load(folder).stop_ids == {ours.control["<|stop_b|>"]}
     write(folder / "config.json", {"eos_token_id": None})
-    edit(folder / "tokenizer_config.json", lambda c: c.update(eos_token={"content": "<|im_end|>"}))
+    edit(folder / "tokenizer_config.json", lambda c: c.update(eos_token="<|im_end|>"))
     bare = Tokenizer.load(folder)
     assert bare.stop_ids == {ours.control["<|endoftext|>"], ours.control["<|im_end|>"]}
 
@@ -280,7 +264,6 @@ def test_save_is_complete_and_byte_identical(folder, tmp_path):
 def test_lone_surrogates_become_u_fffd(folder):
     ours = Tokenizer.load(folder)
     assert ours.encode("a\ud800b\udfff") == ours.encode("a\ufffdb\ufffd") != ours.encode("ab")
-    assert ours.decode(ours.encode("\ud83d\ude42")) == "\ufffd\ufffd"  # a str joins no pairs
 
 
 def test_very_long_runs(folder, trained):
@@ -289,9 +272,6 @@ def test_very_long_runs(folder, trained):
     n = 100_000
     for text in (" " * n, " " * n + "x", "a" * n, "\n" * n + " " * n, "!" * n, "e\u0301" * n):
         assert ours.encode(text) == reference.encode(text).ids
-    assert ours.decode(ours.encode(" " * MAX_SPACES + "x")) == " " * MAX_SPACES + "x"
-    with pytest.raises(BadInput, match="whitespace"):
-        ours.encode("x" + "\t" * (MAX_SPACES + 1))
 
 
 def test_loading_needs_no_network(folder, monkeypatch):
@@ -356,34 +336,28 @@ def update(**values):
 CONFIG, MERGES = "tokenizer_config.json", "#version: 0.2\n"
 # kind of folder, file, change (None deletes the file, text replaces it), what the message must name
 BAD = {
-    "no_files": ("vocab", "vocab.json", None, r"neither tokenizer\.json nor vocab\.json"),
-    "no_merges": ("vocab", "merges.txt", None, r"merges\.txt is missing"),
-    "no_config": ("json", CONFIG, None, r"tokenizer_config\.json is missing"),
-    "broken_json": ("json", "tokenizer.json", '{"model": ', r"tokenizer\.json is not JSON"),
-    "broken_vocab": ("vocab", "vocab.json", "{", r"vocab\.json is not JSON"),
-    "broken_config": ("json", "config.json", "{'a': 1}", r"/config\.json is not JSON"),
-    "not_utf8": ("json", "generation_config.json", b"\xff{", r"generation_config\.json is not"),
-    "list": ("vocab", CONFIG, "[]", r"tokenizer_config\.json: type is 'list'"),
+    "no_files": ("vocab", "vocab.json", None, r"vocab\.json cannot be read"),
+    "no_merges": ("vocab", "merges.txt", None, r"merges\.txt cannot be read"),
+    "no_config": ("json", CONFIG, None, r"tokenizer_config\.json cannot be read"),
+    "broken_json": ("json", "tokenizer.json", '{"model": ', r"tokenizer\.json cannot be read"),
+    "broken_vocab": ("vocab", "vocab.json", "{", r"vocab\.json cannot be read"),
+    "broken_config": ("json", "config.json", "{'a': 1}", r"/config\.json cannot be read"),
+    "not_utf8": ("json", "generation_config.json", b"\xff{", r"generation_config\.json cannot"),
+    "list": ("vocab", CONFIG, "[]", "not shaped as Qwen's"),
     "empty_object": ("json", "tokenizer.json", "{}", "not shaped as Qwen's"),
     "bad_merge": ("vocab", "merges.txt", MERGES + "a b c\n", r"merge 1 \['a', 'b', 'c'\]"),
     "unknown_union": ("vocab", "merges.txt", MERGES + "x y\n", "makes id -1"),
     "unknown_halves": ("json", "tokenizer.json", merge_of_unknown_halves, "made before"),
-    "few_merges": ("vocab", "merges.txt", MERGES, "neither bytes, merges"),
     "swapped_ids": ("vocab", "vocab.json", swap_last_ids, "merge order"),
     "no_byte": ("vocab", "vocab.json", lambda vocab: vocab.pop("a"), "not shaped as Qwen's"),
-    "shared_id": ("vocab", "vocab.json", lambda vocab: vocab.update(a=vocab["b"]), "share an id"),
     "class": ("vocab", CONFIG, update(tokenizer_class="GPT2Tokenizer"), "GPT2Tokenizer"),
-    "model": ("json", "tokenizer.json", lambda r: r["model"].update(type="Unigram"), "'BPE'"),
-    "split": ("json", "tokenizer.json", set_split, r"split regex is .*\{1,3\}"),
-    "gpt2": ("json", "tokenizer.json", update(pre_tokenizer={"type": "ByteLevel"}), "pre_tokeniz"),
+    "model": ("json", "tokenizer.json", lambda r: r["model"].update(type="Unigram"), "'Unigram'"),
+    "split": ("json", "tokenizer.json", set_split, r"tokenizer is .*\{1,3\}.*, expected"),
+    "gpt2": ("json", "tokenizer.json", update(pre_tokenizer={"type": "ByteLevel"}), "not shaped"),
     "nfkc": ("json", "tokenizer.json", update(normalizer={"type": "NFKC"}), "'NFKC'"),
-    "no_nfc": ("json", "tokenizer.json", update(normalizer=None), "None, expected 'NFC'"),
-    "two_ids": ("json", CONFIG, update(added_tokens_decoder={"9999": {"content": "<think>"}}),
-                "9999"),
+    "no_nfc": ("json", "tokenizer.json", update(normalizer=None), "'BPE', None, .*expected.*'NFC'"),
     "eos": ("json", CONFIG, update(eos_token="</s>"), "'</s>'"),
-    "eos_id": ("json", "config.json", update(eos_token_id="7"), "not shaped as Qwen's"),
-    "added": ("vocab", CONFIG, update(added_tokens_decoder={"x": {"content": "y"}}), "not shaped"),
-    "template": ("json", CONFIG, update(chat_template=[1]), "chat_template"),
+    "added": ("vocab", CONFIG, update(added_tokens_decoder={"9": "y"}), "not shaped"),
 }
 
 
@@ -405,21 +379,34 @@ def test_bad_folder_is_one_line(source, tmp_path, case):
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(BadInput, match="nowhere does not exist"):
+    with pytest.raises(BadInput, match=r"nowhere/tokenizer_config\.json cannot be read"):
         Tokenizer.load(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("template, message", [
-    ("", "no chat template"),
-    ("{{ '[INST]' + messages[0].content }}", "no chat template"),
-    (QWEN25.replace("assistant\\n", "assistant\\n<think>\\n"), "always starts to think"),
-])
-def test_chat_refuses_other_templates(folder, template, message):
+@pytest.mark.parametrize("template", ["", "{{ '[INST]' + messages[0].content }}", [1]])
+def test_chat_refuses_other_templates(folder, template):
     edit(folder / "tokenizer_config.json", lambda c: c.update(chat_template=template))
     ours = Tokenizer.load(folder)
     assert ours.encode("text works")
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match="no chat template"):
         ours.chat("hi")
+
+
+def test_chat_refuses_a_thinking_template_without_think_tokens(folder):
+    ours = Tokenizer.load(folder)
+    edit(folder / "tokenizer_config.json", lambda c: c.update(chat_template=QWEN3))
+    assert ours.control["<think>"] in Tokenizer.load(folder).chat("hi")
+
+    def without(record):
+        for entries in (record.get("added_tokens_decoder", {}), record.get("added_tokens", [])):
+            for token in entries.values() if isinstance(entries, dict) else entries:
+                token["content"] = token["content"].replace("think", "other")
+
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            edit(folder / name, without)
+    with pytest.raises(BadInput, match="no chat template"):
+        Tokenizer.load(folder).chat("hi")
 
 
 def random_texts(count):

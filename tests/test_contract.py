@@ -1,0 +1,688 @@
+"""The contract: the learner under the shadow mask computes what the sampler computed.
+
+Every cell compares three log-probs of each sampled token: the sampler's, the packed learner's, and
+those of a slow oracle, plain attention over whole sequences with a T x T mask filled in key by key.
+Controls show that the comparison can fail: without the mask, with it on the wrong rows, or one
+position off, the difference must be large wherever anything was evicted.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import shadow_mask
+from eviction import DENSE, NEVER, Eviction
+from kvcache import KVCache
+from model import ModelConfig, Qwen, causal, load_model
+from rollout import Rollout, choose, generate, kv_bytes, uniforms
+from shadow_mask import Replay, dense_record, pack, visible
+
+EMBEDDED = Path(__file__).resolve().parents[1] / "data" / "embedded"
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+CONTROL = 1e-2  # what a wrong mask must exceed
+LENGTHS = (1, 5, 12, 40, 90, 300)  # of the prompts; the first three are within every budget
+G, R = 3, 10
+V = 40
+
+
+def build(kind: str, groups: int = 2, *, dtype: torch.dtype = torch.float64, seed: int = 0,
+          vocabulary: int = V) -> Qwen:
+    """A random model whose attention is far from uniform and whose output depends on it."""
+    hf = {"model_type": kind, "vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 3,
+          "num_attention_heads": 2 * groups, "num_key_value_heads": 2, "head_dim": 8,
+          "intermediate_size": 48, "rms_norm_eps": 1e-6, "rope_theta": 100.0,
+          "tie_word_embeddings": kind == "qwen3"}
+    model = Qwen(ModelConfig.from_hf(hf)).to(torch.float64)
+    draw = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=draw, dtype=torch.float64)
+        if p.ndim == 2:
+            scale = 0.5 if "embed" in name else 1 / p.shape[1] ** 0.5
+            if kind == "qwen2" and ("q_proj" in name or "k_proj" in name):
+                scale *= 1.6
+            p.data = noise * scale
+        elif "bias" in name:
+            p.data = noise * 0.3
+        else:  # norms; the gains of q and k sharpen attention
+            p.data = (1.5 if "q_norm" in name or "k_norm" in name else 1.0) + 0.2 * noise
+    return model.to(dtype)
+
+
+def make_prompts(vocabulary: int = V, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    draw = np.random.default_rng(1)
+    return [draw.integers(0, vocabulary, P).tolist() for P in lengths]
+
+
+def sample(model: Qwen, prompts: list[list[int]], eviction: Eviction, **options) -> Rollout:
+    options = {"G": G, "max_new": R, "stop_ids": frozenset(), "sequence": list(range(len(prompts))),
+               "seed": 3, **options}
+    return generate(model, prompts, eviction=eviction, **options)
+
+
+def snap(keep: float, policy: str = "snapkv") -> Eviction:
+    return Eviction(policy, keep, sinks=4, window=8)
+
+
+# ---- the oracle: nothing of kvcache.py and shadow_mask.py ---------------------------------------
+
+
+def full_mask(evict_at: torch.Tensor, P: int, *, hide_from_prompt: bool) -> torch.Tensor:
+    """(G, Hkv, T, T), True = row q attends to column j, from one layer's record (G, Hkv, T)."""
+    n, heads, T = evict_at.shape
+    seen = np.zeros((n, heads, T, T), dtype=bool)
+    for g in range(n):
+        for h in range(heads):
+            for j, end in enumerate(evict_at[g, h].tolist()):
+                seen[g, h, j:end, j] = True
+                if hide_from_prompt and end != NEVER:
+                    seen[g, h, j + 1 : P, j] = False
+    return torch.from_numpy(seen)
+
+
+def oracle(model: Qwen, prompt: torch.Tensor, tokens: torch.Tensor, evict_at: torch.Tensor, *,
+           temperature: float = 1.0, hide_from_prompt: bool = False) -> torch.Tensor:
+    """(n, R) log-probs of n samples' tokens (n, R) under the record (L, n, Hkv, T)."""
+    (n, R), P = tokens.shape, len(prompt)
+
+    def attend(layer, q, k, v):
+        _, Hq, T, D = q.shape
+        mask = full_mask(evict_at[layer], P, hide_from_prompt=hide_from_prompt)
+        heads = []
+        for h in range(Hq):
+            kv = h // (Hq // k.shape[1])
+            z = (q[:, h] @ k[:, kv].transpose(1, 2)) / D**0.5
+            heads.append(z.masked_fill(~mask[:, kv], -torch.inf).softmax(-1) @ v[:, kv])
+        return torch.stack(heads, dim=1)
+
+    ids = torch.cat((prompt.repeat(n, 1), tokens), dim=1)
+    hidden = model(ids, torch.arange(P + R).repeat(n, 1), attend)
+    logp = (model.logits(hidden)[:, P - 1 : -1] / temperature).log_softmax(-1)
+    return logp.gather(-1, tokens[..., None])[..., 0]
+
+
+# ---- the learner --------------------------------------------------------------------------------
+
+
+def score(model: Qwen, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float):
+    logp = (model.logits(hidden) / temperature).log_softmax(-1)
+    return logp.gather(-1, tokens[..., None])[..., 0]
+
+
+def learner(model: Qwen, prompt: torch.Tensor, tokens: torch.Tensor, evict_at: torch.Tensor, *,
+            temperature: float = 1.0) -> torch.Tensor:
+    """(n, R) log-probs of one packed group."""
+    ids, pos, row = pack(prompt, tokens)
+    hidden = model(ids, pos, Replay(evict_at, len(prompt)))[0]
+    return score(model, hidden[row], tokens, temperature)
+
+
+def worst(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+    difference = (a - b).abs()
+    assert torch.isfinite(difference).all()
+    return (difference if mask is None else difference[mask]).max().item()
+
+
+def later(evict_at: torch.Tensor, by: int) -> torch.Tensor:
+    return torch.where(evict_at == NEVER, evict_at, evict_at + by)
+
+
+def check(model: Qwen, roll: Rollout, temperature: float, *, controls: bool) -> dict[str, float]:
+    """Largest difference over the prompts; for the controls the smallest, over the evicted."""
+    tolerance = TOLERANCE[model.embed_tokens.weight.dtype]
+    found: dict[str, list[float]] = {}
+    for n, prompt in enumerate(roll.prompts):
+        tokens, record, mask, P = roll.tokens[n], roll.evict_at[n], roll.mask[n], len(prompt)
+
+        def differs(logp, n=n, mask=mask):
+            return worst(logp, roll.logp[n], mask)
+
+        def by_oracle(record, prompt=prompt, tokens=tokens, **options):
+            return oracle(model, prompt, tokens, record, temperature=temperature, **options)
+
+        def by_learner(record, prompt=prompt, tokens=tokens):
+            return learner(model, prompt, tokens, record, temperature=temperature)
+
+        with torch.no_grad():
+            exact = {"learner": differs(by_learner(record)), "oracle": differs(by_oracle(record))}
+            for name, value in exact.items():
+                assert value <= tolerance, (name, P, value)
+                found.setdefault(name, []).append(value)
+            if not controls or (record == NEVER).all():
+                continue
+            wrong = {
+                "dense": differs(by_learner(dense_record(record))),
+                "prompt rows masked too": differs(by_oracle(record, hide_from_prompt=True)),
+                "one late": differs(by_learner(later(record, 1))),
+                "one early": differs(by_oracle(later(record, -1))),
+            }
+        for name, value in wrong.items():
+            assert value > CONTROL, (name, P, value)
+            found.setdefault(name, []).append(value)
+    return {name: (max if name in ("learner", "oracle") else min)(x) for name, x in found.items()}
+
+
+# ---- sampler = learner = oracle -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("policy", ["snapkv", "recent", "random"])
+@pytest.mark.parametrize("groups", [1, 2, 7])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_sampler_learner_and_oracle_agree(kind, groups, policy, keep):
+    for dtype, temperature in ((torch.float64, 1.0), (torch.float64, 0.7),
+                               (torch.float32, 1.0 if keep == 0.5 else 0.7)):
+        model = build(kind, groups, dtype=dtype)
+        roll = sample(model, make_prompts(), snap(keep, policy), temperature=temperature)
+        assert roll.logp.dtype == dtype
+        evicted = [bool((x != NEVER).any()) for x in roll.evict_at]
+        assert evicted == [keep < 1 and P > 12 for P in LENGTHS]
+        check(model, roll, temperature, controls=dtype == torch.float64 and temperature == 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_random_models_are_worth_testing(kind):
+    """Attention is far from uniform, and every part of a layer's output matters."""
+    largest = []
+
+    def attend(layer, q, k, v):
+        P, heads = k.shape[2], q.shape[1] // k.shape[1]
+        eye = torch.eye(P, dtype=k.dtype).expand(*k.shape[:2], P, P)
+        p = causal(layer, q, k, eye)[0, :, P // 2 :]  # (Hq, P / 2, P) probabilities
+        assert heads == 2 and torch.allclose(p.sum(-1), torch.ones(p.shape[:2], dtype=p.dtype))
+        largest.append(p.amax(-1).mean().item())
+        return causal(layer, q, k, v)
+
+    ids = torch.tensor(make_prompts()[-1:])
+    build(kind)(ids, torch.arange(ids.shape[1])[None], attend)
+    assert all(x > 10 / ids.shape[1] for x in largest), largest
+
+
+@pytest.fixture(scope="module")
+def stories() -> list[list[int]]:
+    """Prompts of the embedded model's own task, cut to several lengths."""
+    if not EMBEDDED.is_dir():
+        pytest.skip("data/embedded is absent: it is made by data/pretrain.py")
+    from data.stories import problem
+    from tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(EMBEDDED)
+    full = [tokenizer.chat(problem("test", i).prompt) for i in range(3)]
+    assert min(len(p) for p in full) > 150
+    return [full[0][:1], full[1][-120:], full[2]]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "recent", "random"])
+def test_trained_model_agrees(policy, stories):
+    """The controls run at temperature 2: where a trained model is certain of a token, its log-prob
+    is 0 under any mask (at temperature 1 a control differed by 2e-5 on a prompt of 60 tokens)."""
+    for dtype, temperature, keep in ((torch.float64, 2.0, 0.3), (torch.float64, 2.0, 0.5),
+                                     (torch.float32, 1.0, 0.5), (torch.float32, 0.7, 0.3)):
+        model = load_model(EMBEDDED, dtype=dtype)
+        roll = sample(model, stories, snap(keep, policy), temperature=temperature)
+        check(model, roll, temperature, controls=dtype == torch.float64)
+
+
+def test_logprobs_of_a_known_table():
+    """With attention and MLP silenced the next token depends on the last one alone: no shift."""
+    model = build("qwen2")
+    for block in model.layers:
+        block.self_attn.o_proj.weight.data.zero_()
+        block.mlp.down_proj.weight.data.zero_()
+    everything = model.norm(model.embed_tokens.weight)
+    table = (everything @ model.lm_head.weight.T / 0.7).log_softmax(-1)  # (V, V) given, next
+    roll = sample(model, make_prompts(), snap(0.5), temperature=0.7)
+    for n, prompt in enumerate(roll.prompts):
+        given = torch.cat((prompt[-1:].expand(G, 1), roll.tokens[n][:, :-1]), dim=1)
+        assert worst(roll.logp[n], table[given, roll.tokens[n]]) < 1e-12
+        again = learner(model, prompt, roll.tokens[n], roll.evict_at[n], temperature=0.7)
+        assert worst(again, table[given, roll.tokens[n]]) < 1e-12
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "recent", "random"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_nothing_evicted_is_dense(kind, policy):
+    model = build(kind)
+    dense = sample(model, make_prompts(), DENSE)
+    full = sample(model, make_prompts(), snap(1.0, policy))
+    half = sample(model, make_prompts(), snap(0.5, policy))
+    within = [n for n, P in enumerate(LENGTHS) if P <= 12]
+    assert len(within) == 3
+    for other, which in ((full, range(len(LENGTHS))), (half, within)):
+        for n in which:
+            assert (other.evict_at[n] == NEVER).all()
+            assert torch.equal(other.tokens[n], dense.tokens[n])
+            assert worst(other.logp[n], dense.logp[n]) <= 1e-12
+    assert full.kv_bytes_peak == full.kv_bytes_dense == half.kv_bytes_dense
+    assert half.kv_bytes_peak < half.kv_bytes_dense
+
+
+# ---- the record is replayed, never derived again ------------------------------------------------
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """Every mask that the learner builds."""
+    built = []
+
+    def spy(*args):
+        built.append(visible(*args))
+        return built[-1]
+
+    monkeypatch.setattr(shadow_mask, "visible", spy)
+    return built
+
+
+def perturbed(model: Qwen, size: float) -> Qwen:
+    other, draw = copy.deepcopy(model), torch.Generator().manual_seed(5)
+    for p in other.parameters():
+        p.data *= 1 + size * torch.randn(p.shape, generator=draw, dtype=p.dtype)
+    return other
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_moved_weights_do_not_move_the_mask(kind, masks):
+    model = build(kind)
+    moved, prompts, again = perturbed(model, 1e-3), make_prompts(lengths=(12, *range(280, 288))), []
+    roll, redone = (sample(m, prompts, snap(0.3), max_new=4) for m in (model, moved))
+    for n, prompt in enumerate(roll.prompts):
+        P, tokens, record = len(prompt), roll.tokens[n], roll.evict_at[n]
+        masks.clear()
+        learner(model, prompt, tokens, record)
+        before = list(masks)
+        masks.clear()
+        logp = learner(moved, prompt, tokens, record)
+        assert len(before) == len(masks) == model.cfg.L
+        assert all(torch.equal(a, b) for a, b in zip(before, masks, strict=True))
+        # As many keys a row as in the full mask.
+        for layer, mask in enumerate(masks):
+            rows = full_mask(record[layer], P, hide_from_prompt=False)[:, :, P:]
+            assert torch.equal(mask.sum(-1), rows.sum(-1))
+        assert worst(logp, oracle(moved, prompt, tokens, record)) <= 1e-9
+        again.append(not torch.equal(record, redone.evict_at[n]))
+    assert any(again), "the control found the same decisions"
+
+
+@pytest.mark.parametrize("kind,groups", [("qwen3", 2), ("qwen2", 7)])
+def test_gradients_equal_the_oracle(kind, groups, masks):
+    model = build(kind, groups)
+    roll = sample(model, make_prompts(), snap(0.3), stop_ids=frozenset((0, 1)), max_new=16)
+    assert not roll.mask.all() and not roll.stopped.all()
+    weights = torch.randn(roll.logp.shape, generator=torch.Generator().manual_seed(2),
+                          dtype=torch.float64) * roll.mask
+
+    def gradients(logp, record=lambda x: x) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        for n, prompt in enumerate(roll.prompts):
+            value = logp(model, prompt, roll.tokens[n], record(roll.evict_at[n]))
+            (weights[n] * value).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def apart(a, b):
+        return max(worst(a[name], b[name]) / b[name].abs().max().item() for name in b)
+
+    slow, packed = gradients(oracle), gradients(learner)
+    calls, kept = len(masks), [m.clone() for m in masks[: model.cfg.L]]
+    assert apart(packed, slow) <= 1e-10
+    model.checkpointing = True
+    masks.clear()
+    recomputed = gradients(learner)
+    model.checkpointing = False
+    assert len(masks) == 2 * calls, "checkpointing must have run the forward twice"
+    # The backward pass builds the masks again, last layer first.
+    assert all(map(torch.equal, masks[: 2 * model.cfg.L], kept + kept[::-1]))
+    assert apart(recomputed, slow) <= 1e-10
+    assert apart(gradients(learner, dense_record), slow) > CONTROL
+
+
+def test_gradients_are_finite_in_float32():
+    model = build("qwen3", dtype=torch.float32)
+    roll = sample(model, make_prompts(), Eviction("random", 0.01, sinks=0, window=1))
+    for n, prompt in enumerate(roll.prompts):
+        learner(model, prompt, roll.tokens[n], roll.evict_at[n]).sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_teacher_needs_the_response_rows_only(kind):
+    model = build(kind)
+    roll = sample(model, make_prompts(), snap(0.3))
+    for n, prompt in enumerate(roll.prompts):
+        P, record = len(prompt), roll.evict_at[n]
+        ids, pos, row = pack(prompt, roll.tokens[n])
+        student = Replay(record, P)
+        masked = model(ids, pos, student)
+        with torch.no_grad():
+            whole = model(ids, pos, Replay(dense_record(record), P))
+            teacher = Replay(dense_record(record), P, prompt_kv=student.prompt_kv)
+            rest = model(ids[:, P:], pos[:, P:], teacher)
+            assert worst(rest, whole[:, P:]) <= 1e-12
+            assert worst(masked[:, :P], whole[:, :P]) <= 1e-12, "prompt rows are dense in both"
+            dense = oracle(model, prompt, roll.tokens[n], dense_record(record))
+            assert worst(score(model, whole[0][row], roll.tokens[n], 1.0), dense) <= 1e-9
+        assert not any(x.requires_grad for kv in student.prompt_kv.values() for x in kv)
+        if (record != NEVER).any():
+            assert worst(masked[:, P:], whole[:, P:]) > CONTROL
+
+
+def test_prompt_rows_with_holes_are_refused():
+    with pytest.raises(AssertionError, match="prompt rows must be dense"):
+        Replay(torch.tensor([[[[4, NEVER, NEVER, NEVER, NEVER, NEVER]]]]), 5)
+
+
+def test_visible_is_the_inequality():
+    evict_at = torch.tensor([3, NEVER, 4, NEVER, NEVER])
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0],
+                [0, 1, 0, 1, 1]]
+    every = torch.arange(5)
+    assert visible(evict_at, every, every).int().tolist() == expected
+    some = torch.tensor([2, 0])  # keys in another order than their positions
+    assert visible(evict_at[some], every[3:], some).int().tolist() == [[1, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("elements", [1, 2**25])
+def test_replay_differs_by_sample(elements, monkeypatch):
+    """A record of which every sample has its own part, also for response keys."""
+    monkeypatch.setattr(shadow_mask, "MASK_ELEMENTS", elements)  # one sample at a time, or all
+    model, (prompt,) = build("qwen3", 7), map(torch.tensor, make_prompts(lengths=(40,)))
+    tokens = torch.arange(G * R).view(G, R) % V
+    draw = torch.Generator().manual_seed(4)
+    at = torch.arange(40 + R)
+    record = torch.randint(40, 40 + R + 6, (3, G, 2, 40 + R), generator=draw)
+    record = torch.where(record > 40 + R, NEVER, record.maximum(at + 1)).to(torch.int32)
+    assert (record[..., 40:] != NEVER).any() and (record[..., :40] == 40).any()
+    slow = oracle(model, prompt, tokens, record)
+    assert worst(learner(model, prompt, tokens, record), slow) <= 1e-9
+    assert worst(learner(model, prompt, tokens, record.roll(1, dims=1)), slow) > CONTROL
+
+
+# ---- rows are independent -----------------------------------------------------------------------
+
+
+def test_split_then_replay_is_replay_then_split():
+    model = build("qwen3")
+    roll = sample(model, make_prompts(), snap(0.3))
+    for n, prompt in enumerate(roll.prompts):
+        tokens, record = roll.tokens[n], roll.evict_at[n]
+        whole = learner(model, prompt, tokens, record)
+        parts = [learner(model, prompt, tokens[s], record[:, s])
+                 for s in (slice(0, 1), slice(1, 3))]
+        assert worst(torch.cat(parts), whole) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("policy", ["snapkv", "random"])
+def test_rows_do_not_depend_on_the_batch(policy, kind):
+    model, prompts, eviction = build(kind), make_prompts(), snap(0.3, policy)
+    whole = sample(model, prompts, eviction)
+    assert len({tuple(row) for row in whole.tokens.flatten(0, 1).tolist()}) > 0.9 * 6 * G
+    order = [4, 0, 5, 2, 1, 3]
+    for part, samples in ((order, G), ([2, 4], G), ([5, 1, 3, 0], G), ([3], G), ([5], 1), ([4], 1)):
+        some = sample(model, [prompts[n] for n in part], eviction, sequence=part, G=samples)
+        for i, n in enumerate(part):
+            assert torch.equal(some.evict_at[i], whole.evict_at[n][:, :samples])
+            assert torch.equal(some.tokens[i], whole.tokens[n, :samples])
+            assert torch.equal(some.lengths[i], whole.lengths[n, :samples])
+            assert worst(some.logp[i], whole.logp[n, :samples]) <= 1e-12
+
+
+def test_the_same_prompt_twice_is_two_groups():
+    model, prompt = build("qwen3"), make_prompts()[4]
+    two = sample(model, [prompt, prompt], snap(0.3), sequence=[7, 8])
+    assert torch.equal(two.evict_at[0], two.evict_at[1])  # a decision of the weights alone
+    assert not torch.equal(two.tokens[0], two.tokens[1])
+
+
+def test_checkpointing_does_not_touch_the_rollout():
+    model = build("qwen3")
+    before = sample(model, make_prompts(), snap(0.5))
+    model.checkpointing = True
+    after = sample(model, make_prompts(), snap(0.5))
+    assert torch.equal(before.tokens, after.tokens) and torch.equal(before.logp, after.logp)
+    assert not after.logp.requires_grad
+
+
+# ---- sampling -----------------------------------------------------------------------------------
+
+
+def test_randomness_is_a_function_of_seed_step_sequence_sample():
+    model, prompt = build("qwen3"), make_prompts()[4]
+
+    def tokens(seed=3, step=2, sequence=6, at=1):
+        roll = sample(model, [prompt], snap(0.5, "recent"), seed=seed, step=step,
+                      sequence=[sequence])
+        return roll.tokens[0, at].tolist()
+
+    drawn = [tokens(), tokens(seed=4), tokens(step=3), tokens(sequence=7), tokens(at=2)]
+    assert len(set(map(tuple, drawn))) == len(drawn)
+    assert tokens() == drawn[0]
+    # Zeros and swapped places are different keys as well.
+    keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (2, 1, 0, 0)]
+    assert len({tuple(uniforms(*key, 4)) for key in keys}) == len(keys)
+    assert uniforms(1, 2, 3, 4, 9)[:4].tolist() == uniforms(1, 2, 3, 4, 4).tolist()
+
+
+def test_global_randomness_is_left_alone():
+    model = build("qwen3")
+    torch.manual_seed(11), np.random.seed(11), random.seed(11)
+
+    def state():
+        return (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(),
+                np.random.get_state()[2], random.getstate())
+
+    before = state()
+    first = sample(model, make_prompts(), snap(0.5))
+    assert state() == before
+    torch.manual_seed(12), np.random.seed(12), random.seed(12)
+    assert torch.equal(sample(model, make_prompts(), snap(0.5)).tokens, first.tokens)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_choose_draws_from_the_softmax(temperature, dtype):
+    draws, size = 20_000, 30
+    logits = 2 * torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    logits[[0, 7, 8, size - 1]] = -torch.inf
+    u = torch.tensor(np.random.default_rng(8).random(draws))
+    assert len(u.unique()) == draws
+    token, logp = choose(logits.expand(draws, -1), temperature, u)
+    z = np.exp(logits.double().numpy() / temperature)
+    p = z / z.sum()
+    count = np.bincount(token.numpy(), minlength=size)
+    assert (count[p == 0] == 0).all()
+    expected = draws * p[p > 0]
+    freedom = len(expected) - 1
+    chi2 = ((count[p > 0] - expected) ** 2 / expected).sum()
+    assert abs(chi2 - freedom) < 4.5 * (2 * freedom) ** 0.5, (chi2, freedom)
+    assert logp.dtype == dtype
+    assert np.abs(logp.double().numpy() - np.log(p[token.numpy()])).max() < 1e-5
+
+
+def test_choose_inverts_the_cumulative_distribution():
+    p = [0.0, 0.25, 0.0, 0.5, 0.25, 0.0]  # exact in binary, so are the borders
+    below = np.nextafter
+    u = {0.0: 1, 0.2: 1, below(0.25, 0): 1, 0.25: 3, 0.7: 3, below(0.75, 0): 3, 0.75: 4, 0.9: 4,
+         below(1.0, 0): 4}
+    logits = torch.tensor(p, dtype=torch.float64).log().expand(len(u), -1)
+    token, logp = choose(logits, 1.0, torch.tensor(list(u), dtype=torch.float64))
+    assert token.tolist() == list(u.values())
+    assert torch.allclose(logp, torch.tensor(p, dtype=torch.float64)[token].log())
+
+
+def test_choose_at_the_ends_of_the_unit_interval():
+    """u = 0 and u -> 1 give the first and the last token of positive probability, any dtype."""
+    draw = torch.Generator().manual_seed(6)
+    last_u = torch.full((200,), np.nextafter(1.0, 0), dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        logits = 3 * torch.randn(200, 1000, generator=draw, dtype=dtype)
+        logits[:, :2], logits[:, -3:] = -torch.inf, -torch.inf
+        first, _ = choose(logits, 1.0, torch.zeros(200, dtype=torch.float64))
+        last, logp = choose(logits, 1.0, last_u)
+        assert (first == 2).all() and (last <= 996).all() and torch.isfinite(logp).all()
+
+
+def test_choose_does_not_hide_nan():
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        choose(torch.tensor([[0.0, torch.nan]]), 1.0, torch.tensor([0.5], dtype=torch.float64))
+
+
+def test_greedy():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, -torch.inf, 4.0]])
+    token, logp = choose(logits, 0, torch.tensor([0.9, 0.9], dtype=torch.float64))
+    assert token.tolist() == [1, 0]
+    assert torch.allclose(logp, logits.log_softmax(-1)[[0, 1], [1, 0]])
+
+
+# ---- stop tokens --------------------------------------------------------------------------------
+
+
+def test_stop_tokens_end_a_sample_and_belong_to_it():
+    small = 9  # a small vocabulary: every id occurs, also 0, which is the padding
+    model, prompts = build("qwen2", vocabulary=small), make_prompts(small)
+    free = sample(model, prompts, snap(0.5), max_new=24, temperature=1.5)
+    assert not free.stopped.any() and (free.lengths == 24).all() and free.mask.all()
+    inside = 0
+    for stops in ({3}, {0}, {8}, {5, 2}, {1, 4, 7}):
+        roll = sample(model, prompts, snap(0.5), max_new=24, temperature=1.5,
+                      stop_ids=frozenset(stops))
+        ended = set()
+        for n in range(len(prompts)):
+            for g in range(G):
+                row = free.tokens[n, g].tolist()
+                at = next((i for i, token in enumerate(row) if token in stops), None)
+                length = 24 if at is None else at + 1
+                assert roll.lengths[n, g] == length and roll.stopped[n, g] == (at is not None)
+                assert roll.tokens[n, g].tolist() == row[:length] + [0] * (24 - length)
+                assert worst(roll.logp[n, g, :length], free.logp[n, g, :length]) <= 1e-12
+                assert roll.mask[n, g].tolist() == [True] * length + [False] * (24 - length)
+                assert roll.logp[n, g, length:].eq(0).all()
+                inside += row[: length - 1].count(0)
+                if at is not None:
+                    ended.add(row[at])
+                    assert roll.logp[n, g, at] < 0
+                else:
+                    assert not stops & set(roll.tokens[n, g].tolist())
+        assert ended == stops
+        for n, prompt in enumerate(roll.prompts):
+            again = learner(model, prompt, roll.tokens[n], roll.evict_at[n], temperature=1.5)
+            assert worst(again, roll.logp[n], roll.mask[n]) <= 1e-9
+    assert inside > 0, "no response held the padding's value"
+
+
+def test_stopping_at_the_last_token_is_not_truncation():
+    model, prompts = build("qwen2"), make_prompts()
+    row = sample(model, prompts, snap(0.5)).tokens[5, 1].tolist()
+    at = max(row.index(token) for token in row)  # the latest first occurrence
+    roll = sample(model, prompts, snap(0.5), max_new=at + 1, stop_ids=frozenset([row[at]]))
+    assert roll.stopped[5, 1] and roll.lengths[5, 1] == at + 1
+
+
+# ---- storage ------------------------------------------------------------------------------------
+
+
+def decode(model: Qwen, prompts: list[list[int]], eviction: Eviction, slots: int):
+    """A cache after prefill, and a function that decodes one step of given tokens (B,)."""
+    cache = KVCache(model.cfg, [len(p) for p in prompts], G, slots, eviction=eviction,
+                    dtype=model.embed_tokens.weight.dtype)
+    for n, prompt in enumerate(prompts):
+        model(torch.tensor([prompt]), torch.arange(len(prompt))[None], cache.prefill(n, n))
+    pos = torch.tensor([len(p) for p in prompts]).repeat_interleave(G)
+
+    def step(tokens: torch.Tensor, t: int) -> torch.Tensor:
+        return model(tokens[:, None], pos[:, None] + t, cache.decode(pos + t))[:, 0]
+
+    return cache, step
+
+
+@pytest.mark.parametrize("policy,keep", [("snapkv", 0.5), ("random", 0.3), ("recent", 1.0)])
+def test_storage_is_flat_and_as_small_as_stated(policy, keep):
+    model, prompts, steps = build("qwen3", dtype=torch.float32), make_prompts(), 200
+    eviction = snap(keep, policy)
+    with torch.no_grad():
+        cache, step = decode(model, prompts, eviction, steps)
+        stored = (cache.k, cache.v, *cache.shared_k, *cache.shared_v)
+        pointers = [x.data_ptr() for x in stored]
+        kept = sum(P if P <= 12 or keep == 1 else max(12, round(keep * P)) for P in LENGTHS)
+        total = 2 * 3 * 2 * 8 * 4 * (kept + len(LENGTHS) * G * steps)
+        records = [x.clone() for x in cache.evict_at]
+        for t in range(steps):
+            step(torch.full((len(LENGTHS) * G,), t % V), t)
+            assert [x.data_ptr() for x in (cache.k, cache.v, *cache.shared_k, *cache.shared_v)] \
+                == pointers
+            if t % 20 and t > 2:
+                continue
+            own = (cache.pos >= 0).sum(-1).unflatten(1, (-1, G))  # (L, N, G, Hkv)
+            for n, P in enumerate(LENGTHS):
+                i, j = P + t, torch.arange(P + steps)
+                live = ((j <= i) & (i < cache.evict_at[n])).sum(-1)  # (L, G, Hkv)
+                assert torch.equal(own[:, n] + cache.shared_k[n].shape[2], live)
+    # No tensor is a view of something larger.
+    assert cache.kv_bytes == total == sum(x.untyped_storage().nbytes() for x in stored)
+    assert total == kv_bytes(model.cfg, kept, len(LENGTHS) * G * steps, 4)
+    assert all(map(torch.equal, records, cache.evict_at)), "decoding rewrote the record"
+    with pytest.raises(AssertionError, match="no free slot"), torch.no_grad():
+        step(torch.zeros(len(LENGTHS) * G, dtype=torch.int64), steps)
+
+
+def test_rollout_states_its_bytes():
+    roll = sample(build("qwen2"), make_prompts(), snap(0.5))
+    slots = len(LENGTHS) * G * R
+    kept = 1 + 5 + 12 + 20 + 45 + 150
+    assert roll.kv_bytes_peak == 2 * 3 * 2 * 8 * 8 * (kept + slots)
+    assert roll.kv_bytes_dense == 2 * 3 * 2 * 8 * 8 * (sum(LENGTHS) + slots)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_shared_keys_are_the_recorded_ones(kind):
+    """What is stored of a prompt is, head by head, what the record says is still visible."""
+    model, prompts, wide = build(kind), make_prompts(), []
+    with torch.no_grad():
+        cache, _ = decode(model, prompts, snap(0.3), 4)
+        for n, prompt in enumerate(prompts):
+            P = len(prompt)
+
+            def attend(layer, q, k, v, n=n, P=P):
+                for h in range(k.shape[1]):
+                    live = cache.evict_at[n][layer, 0, h, :P] > P
+                    for all_keys, stored in ((k, cache.shared_k), (v, cache.shared_v)):
+                        assert torch.equal(all_keys[0, h, live].sort(0).values,
+                                           stored[n][layer, h].sort(0).values)
+                    wide.append(live)
+                return causal(layer, q, k, v)
+
+            model(torch.tensor([prompt]), torch.arange(P)[None], attend)
+            assert (cache.evict_at[n] == cache.evict_at[n][:, :1]).all()
+            assert torch.isin(cache.evict_at[n], torch.tensor([P, NEVER])).all()
+            assert (cache.evict_at[n][..., P:] == NEVER).all()
+    last = torch.stack(wide[-6:])
+    assert len(last.unique(dim=0)) == 6, "layers and heads should differ"
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_slot_order_carries_no_meaning(holes):
+    model, prompts, slots = build("qwen3"), make_prompts(), 12
+    tokens = torch.arange(len(LENGTHS) * G) % V
+    out = []
+    for shuffled in (False, True):
+        with torch.no_grad():
+            cache, step = decode(model, prompts, snap(0.5), slots)
+            for t in range(7):
+                step((tokens + t) % V, t)
+            if holes:  # the live slots anywhere among the free ones
+                cache.written = slots
+            if shuffled:
+                used = cache.pos[..., : cache.written]
+                order = torch.rand(used.shape, generator=torch.Generator().manual_seed(9))
+                order = order.argsort(-1)
+                assert not torch.equal(order, order.sort(-1).values)
+                used.copy_(used.gather(-1, order))
+                for x in (cache.k, cache.v):
+                    x = x[..., : cache.written, :]
+                    x.copy_(x.gather(3, order.unsqueeze(-1).expand_as(x)))
+            out.append(torch.stack([step((tokens + t) % V, t) for t in range(7, 11)]))
+    assert worst(*out) <= 1e-12
