@@ -11,7 +11,6 @@ resumed therefore equals the uninterrupted one, and evaluation changes nothing.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -21,135 +20,23 @@ import shutil
 import subprocess
 import sys
 import time
-import typing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import gsm8k, stories
+from config import Config, parse
+from data import gsm8k
 from errors import BadInput, run_cli
-from eval import accuracy, completions, describe, encode, load_problems
-from eviction import DENSE, POLICIES, Eviction
-from grpo import LOSSES, Objective, advantages, backward
-from model import DTYPES, Qwen, load_model, save_model
+from eval import Encoded, completions, describe, evaluate, load, load_problems
+from grpo import advantages, backward
+from model import Qwen, save_model
 from optim import MasterAdamW
 from rollout import Rollout, generate
 from tokenizer import Tokenizer
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row that end a run
-
-
-def flag(default, help: str, choices: typing.Sequence[str] | None = None):
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
-@dataclass(frozen=True)
-class Config:
-    """Every flag of `train.py`. None = resolved by `resolve`, see `DEFAULTS`."""
-
-    task: str = flag("gsm8k", "what to learn", ["gsm8k"])
-    model: str | None = flag(None, "Qwen checkpoint folder; the embedded model if not given")
-    data_dir: str | None = flag(None, "folder with train.jsonl, test.jsonl; else downloaded")
-    shots: int = flag(0, "solved examples before each question of a real data set")
-    out: str | None = flag(None, "folder of the run; out/<task>-<time> if not given")
-    resume: bool = flag(False, "continue the run in --out")
-    overwrite: bool = flag(False, "delete what is in --out first")
-    seed: int = flag(0, "seed of prompts, samples and the random policy")
-    steps: int | None = flag(None, "optimiser steps")
-    prompts: int = flag(8, "prompts a step")
-    group: int = flag(8, "samples a prompt")
-    max_prompt: int = flag(1024, "longest prompt, tokens; a longer one is an error")
-    max_new: int | None = flag(None, "longest response, tokens")
-    temperature: float = flag(1.0, "of sampling, replayed by the learner")
-    policy: str = flag("snapkv", "eviction policy", list(POLICIES))
-    keep: float = flag(0.5, "share of a prompt's keys kept, in (0, 1]")
-    sinks: int = flag(4, "first positions that are never evicted")
-    window: int = flag(32, "newest prompt positions that are never evicted")
-    lam: float | None = flag(None, "weight of the distillation KL")
-    loss: str = flag("dapo", "token weighting", list(LOSSES))
-    eps_low: float = flag(0.2, "lower clip of the ratio")
-    eps_high: float = flag(0.2, "upper clip of the ratio")
-    lr: float | None = flag(None, "learning rate of AdamW, constant")
-    max_grad_norm: float = flag(1.0, "gradient norm to clip to")
-    micro_samples: int = flag(0, "samples of a group in one backward pass; 0 = all")
-    checkpointing: bool | None = flag(None, "recompute blocks in the backward pass")
-    control: bool | None = flag(None, "also reward the untrained model on each step's prompts")
-    dtype: str | None = flag(None, "of weights and products", list(DTYPES))
-    device: str = flag("auto", "auto, cpu, cuda or mps", ["auto", "cpu", "cuda", "mps"])
-    eval_n: int = flag(256, "test problems before and after training; 0 = none")
-    eval_every: int = flag(20, "steps between evaluations on --eval-during problems; 0 = none")
-    eval_during: int = flag(64, "test problems of an evaluation during training")
-    save_every: int = flag(20, "steps between checkpoints; 0 = only the last")
-
-    def __post_init__(self) -> None:
-        least = {"group": 2, "prompts": 1, "max_prompt": 1, "max_new": 1, "steps": 0, "eval_n": 0,
-                 "eval_every": 0, "eval_during": 1, "save_every": 0, "micro_samples": 0, "shots": 0,
-                 "seed": 0, "lam": 0, "lr": 0, "eps_low": 0, "eps_high": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < math.inf:
-                why = "; a group of 1 has no advantage" if name == "group" else ""
-                raise BadInput(f"--{name.replace('_', '-')} {value}: expected at least {low}{why}")
-        for name in ("temperature", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected a "
-                               "positive number")
-        if self.resume and (self.out is None or self.overwrite):
-            raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
-        self.eviction()
-
-    def eviction(self) -> Eviction:
-        return Eviction(self.policy, self.keep, self.sinks, self.window, self.seed)
-
-    def objective(self) -> Objective:
-        return Objective(self.loss, self.lam, self.eps_low, self.eps_high, self.temperature,
-                         self.micro_samples)
-
-
-# What a flag that was not given becomes: (embedded model, real model).
-DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lam": (0.1, 0.1), "lr": (1e-4, 1e-6),
-            "checkpointing": (False, True), "control": (True, False),
-            "dtype": ("float32", "bfloat16")}
-
-
-def resolve(cfg: Config) -> Config:
-    column = 0 if cfg.model is None else 1
-    given = {name: values[column] for name, values in DEFAULTS.items()
-             if getattr(cfg, name) is None}
-    if cfg.device == "auto":
-        given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    if cfg.out is None:
-        stem = name = f"out/{cfg.task}-{time.strftime('%Y%m%d-%H%M%S')}"
-        n = 1
-        while Path(name).exists():
-            n += 1
-            name = f"{stem}-{n}"
-        given["out"] = name
-    return dataclasses.replace(cfg, **given)
-
-
-def parse(argv: list[str]) -> Config:
-    """Flags are the fields of `Config` in kebab-case; an unknown one is an error."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    types = typing.get_type_hints(Config)
-    for f in dataclasses.fields(Config):
-        kind = next(t for t in typing.get_args(types[f.name]) or (types[f.name],)
-                    if t is not type(None))
-        text = f.metadata["help"]
-        if f.name in DEFAULTS:
-            text += " (embedded {}, real model {})".format(*DEFAULTS[f.name])
-        name = "--" + f.name.replace("_", "-")
-        if kind is bool:
-            parser.add_argument(name, action=argparse.BooleanOptionalAction, default=f.default,
-                                help=text)
-        else:
-            parser.add_argument(name, type=kind, default=f.default, help=text,
-                                choices=f.metadata["choices"], required=f.name == "task")
-    return Config(**vars(parser.parse_args(argv)))
 
 
 # ---- what a run writes --------------------------------------------------------------------------
@@ -247,7 +134,7 @@ def phase(device: str):
 # ---- the loop -----------------------------------------------------------------------------------
 
 
-def batch_of_step(encoded: list, cfg: Config, step: int) -> list:
+def batch_of_step(encoded: Encoded, cfg: Config, step: int) -> Encoded:
     """The prompts of a step: the data in a new order each epoch, a function of (seed, step)."""
     places = range(step * cfg.prompts, (step + 1) * cfg.prompts)
     order = {epoch: np.random.default_rng([cfg.seed, epoch]).permutation(len(encoded))
@@ -255,7 +142,7 @@ def batch_of_step(encoded: list, cfg: Config, step: int) -> list:
     return [encoded[order[place // len(encoded)][place % len(encoded)]] for place in places]
 
 
-def sample(model: Qwen, tok: Tokenizer, batch: list, cfg: Config, step: int,
+def sample(model: Qwen, tok: Tokenizer, batch: Encoded, cfg: Config, step: int,
            ) -> tuple[Rollout, list[list[str]], torch.Tensor]:
     """Rollout of a step's prompts, its texts and rewards (N, G)."""
     rollout = generate(model, [ids for _, ids in batch], sequence=[p.index for p, _ in batch],
@@ -267,7 +154,7 @@ def sample(model: Qwen, tok: Tokenizer, batch: list, cfg: Config, step: int,
     return rollout, texts, torch.tensor(rewards, device=rollout.lengths.device)
 
 
-def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: list, cfg: Config,
+def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, cfg: Config,
                step: int) -> tuple[dict, list[dict]]:
     """One update; returns its metrics and its samples."""
     with phase(cfg.device) as rolled:
@@ -297,34 +184,18 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: list, cfg
     return metrics, samples
 
 
-def evaluate(model: Qwen, tok: Tokenizer, encoded: list, cfg: Config) -> dict:
-    return {name: accuracy(model, tok, encoded, eviction, max_new=cfg.max_new)
-            for name, eviction in (("dense", DENSE), ("evicted", cfg.eviction()))}
-
-
 def run(cfg: Config) -> None:
-    begin = time.time()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward gave NaN with an explicit mask
-    if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device cuda: torch sees no CUDA device; use --device cpu")
-    source = cfg.model or str(stories.MODEL)
-    tok = Tokenizer.load(source)
-    load = {"dtype": DTYPES[cfg.dtype], "device": cfg.device}
+    begin, first = time.time(), 0
     checkpoint = last_checkpoint(Path(cfg.out)) if cfg.resume else None
-    model = load_model(checkpoint or source, **load)
-    control = load_model(source, **load) if cfg.control else None
-    data = {split: encode(load_problems(cfg.task, split, cfg.model, cfg.data_dir, cfg.shots), tok,
-                          cfg.max_prompt) for split in ("train", "test")}
-    if max(cfg.eval_n, cfg.eval_during) > len(data["test"]):
-        raise BadInput(f"--eval-n {cfg.eval_n} --eval-during {cfg.eval_during}: expected at most "
-                       f"{len(data['test'])}, the test problems there are")
+    tok, model = load(cfg, checkpoint)
+    control = load(cfg)[1] if cfg.control else None
+    train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
     model.checkpointing = cfg.checkpointing
     optim = MasterAdamW(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm)
     out = open_run(cfg)
     state = {"before": None, "mismatch_max": 0.0, "bad_steps": 0, "skipped": 0}
-    first = 0
     if checkpoint:
-        saved = torch.load(checkpoint / "trainer.pt", map_location=cfg.device, weights_only=True)
+        saved = torch.load(Path(checkpoint) / "trainer.pt", map_location=cfg.device)
         optim.load_state_dict(saved["optim"])
         first, state = saved["step"], {key: saved[key] for key in state}
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -332,23 +203,20 @@ def run(cfg: Config) -> None:
     if cfg.model is None:
         print("model: the small one embedded in data/, on generated GSM8K-style stories; for a "
               "real one: --model FOLDER (a Qwen2.5 or Qwen3 checkpoint), on GSM8K itself")
-    print(f"run: {out}   steps {first}..{cfg.steps}   {cfg.policy} keep {cfg.keep:g}   "
-          f"lambda {cfg.lam:g}   lr {cfg.lr:g}   {cfg.dtype} on {cfg.device}", flush=True)
+    print(json.dumps(dataclasses.asdict(cfg)))
+    if cfg.limit and state["before"] is None:
+        state["before"] = evaluate(model, tok, test[: cfg.limit], cfg)
+        print("before: " + describe(state["before"]), flush=True)
 
-    if cfg.eval_n and state["before"] is None:
-        state["before"] = evaluate(model, tok, data["test"][: cfg.eval_n], cfg)
-        print("before: " + "   ".join(describe(*x) for x in state["before"].items()), flush=True)
-    bar = tqdm(range(first, cfg.steps), desc="train", initial=first, total=cfg.steps)
-    for step in bar:
-        batch = batch_of_step(data["train"], cfg, step)
+    for step in (bar := tqdm(range(first, cfg.steps), initial=first, total=cfg.steps)):
+        batch, done = batch_of_step(train, cfg, step), step + 1
         metrics, samples = train_step(model, optim, tok, batch, cfg, step)
         if control is not None:
             metrics["reward/control_mean"] = float(sample(control, tok, batch, cfg, step)[2].mean())
-        done = step + 1
         if cfg.eval_every and done % cfg.eval_every == 0 and done < cfg.steps:
-            during = evaluate(model, tok, data["test"][: cfg.eval_during], cfg)
-            metrics |= {f"eval/{name}": result["accuracy"] for name, result in during.items()}
-            bar.write(f"step {done}: " + "   ".join(describe(*x) for x in during.items()))
+            during = evaluate(model, tok, test[: cfg.eval_during], cfg)
+            metrics |= {f"eval/{name}": x["accuracy"] for name, x in during.items()}
+            bar.write(f"step {done}: {describe(during)}")
         append(out / "metrics.jsonl", [{"step": done, "lr": cfg.lr, **metrics}])
         append(out / "samples.jsonl", samples)
         bar.set_postfix_str(f"reward {metrics['reward/mean']:.2f}")
@@ -362,21 +230,20 @@ def run(cfg: Config) -> None:
         if done == cfg.steps or (cfg.save_every and done % cfg.save_every == 0):
             save_checkpoint(out, done, model, tok, optim, state)
 
-    summary = {"steps": cfg.steps, "n_eval": cfg.eval_n, "skipped_steps": state["skipped"],
+    summary = {"steps": cfg.steps, "n_eval": cfg.limit, "skipped_steps": state["skipped"],
                "mismatch_logp_abs_max": state["mismatch_max"]}
-    if cfg.eval_n:
-        after = evaluate(model, tok, data["test"][: cfg.eval_n], cfg)
-        for when, results in (("before", state["before"]), ("after", after)):
-            for name, result in results.items():
-                summary[f"accuracy_{when}_{name}"] = result["accuracy"]
-                summary[f"interval_{when}_{name}"] = [result["low"], result["high"]]
-        print("greedy accuracy on test problems, 95 % interval")
-        for when, results in (("before", state["before"]), ("after ", after)):
-            print(f"{when}  " + "   ".join(describe(*x) for x in results.items()))
+    if cfg.limit:
+        results = {"before": state["before"], "after": evaluate(model, tok, test[: cfg.limit], cfg)}
+        print(f"greedy accuracy on {cfg.limit} test problems, 95 % interval")
+        for when, result in results.items():
+            print(f"{when:6}  {describe(result)}")
+            for name, x in result.items():
+                summary[f"accuracy_{when}_{name}"] = x["accuracy"]
+                summary[f"interval_{when}_{name}"] = x["interval"]
     summary["seconds"] = time.time() - begin
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {out} in {summary['seconds']:.0f} s")
 
 
 if __name__ == "__main__":
-    run_cli(lambda: run(resolve(parse(sys.argv[1:]))))
+    run_cli(lambda: run(parse(sys.argv[1:], __doc__)))

@@ -673,9 +673,9 @@ def test_slot_order_carries_no_meaning(holes):
             cache, step = decode(model, prompts, snap(0.5), slots)
             for t in range(7):
                 step((tokens + t) % V, t)
-            if holes:  # the live slots anywhere among the free ones
-                cache.written = slots
             if shuffled:
+                if holes:  # the live slots anywhere among the free ones
+                    cache.written = slots
                 used = cache.pos[..., : cache.written]
                 order = torch.rand(used.shape, generator=torch.Generator().manual_seed(9))
                 order = order.argsort(-1)

@@ -1,0 +1,121 @@
+"""Every flag of the programs: one frozen dataclass; flags are its fields in kebab-case.
+
+`None` means: depends on the model, see `DEFAULTS`. An unknown flag is an error, and what was
+resolved is what is printed and saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from errors import BadInput
+from eviction import POLICIES, Eviction
+from grpo import LOSSES, Objective
+from model import DTYPES
+
+
+def flag(default, help: str, choices: typing.Sequence[str] | None = None):
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Config:
+    task: str = flag("gsm8k", "what to learn", ["gsm8k"])
+    model: str | None = flag(None, "Qwen checkpoint folder; the embedded model if not given")
+    data_dir: str | None = flag(None, "folder with train.jsonl, test.jsonl; else downloaded")
+    shots: int = flag(0, "solved examples before each question of a real data set")
+    out: str | None = flag(None, "folder of the run; a new out/<task>-<time> if not given")
+    resume: bool = flag(False, "continue the run in --out")
+    overwrite: bool = flag(False, "delete the run in --out first")
+    seed: int = flag(0, "of prompts, samples and the random policy")
+    steps: int | None = flag(None, "optimiser steps")
+    prompts: int = flag(8, "prompts a step")
+    group: int = flag(8, "samples a prompt")
+    max_prompt: int = flag(1024, "longest prompt, tokens; a longer one is an error")
+    max_new: int | None = flag(None, "longest response, tokens")
+    temperature: float = flag(1.0, "of sampling, replayed by the learner")
+    policy: str = flag("snapkv", "eviction policy", list(POLICIES))
+    keep: float = flag(0.5, "share of a prompt's keys kept, in (0, 1]")
+    sinks: int = flag(4, "first positions that are never evicted")
+    window: int = flag(32, "newest prompt positions that are never evicted")
+    lam: float | None = flag(None, "weight of the distillation KL")
+    loss: str = flag("dapo", "token weighting", list(LOSSES))
+    eps_low: float = flag(0.2, "lower clip of the ratio")
+    eps_high: float = flag(0.2, "upper clip of the ratio")
+    lr: float | None = flag(None, "learning rate of AdamW, constant")
+    max_grad_norm: float = flag(1.0, "gradient norm to clip to")
+    micro_samples: int = flag(0, "samples of a group in one backward pass; 0 = all")
+    checkpointing: bool | None = flag(None, "recompute blocks in the backward pass")
+    control: bool | None = flag(None, "also reward the untrained model on each step's prompts")
+    dtype: str | None = flag(None, "of weights and products", list(DTYPES))
+    device: str = flag("auto", "auto, cpu, cuda or mps", ["auto", "cpu", "cuda", "mps"])
+    limit: int = flag(256, "test problems, before and after training; 0 = no evaluation")
+    eval_every: int = flag(20, "steps between evaluations during training; 0 = none")
+    eval_during: int = flag(64, "test problems of an evaluation during training")
+    save_every: int = flag(20, "steps between checkpoints; 0 = only the last")
+
+    def __post_init__(self) -> None:
+        least = {"group": 2, "prompts": 1, "max_prompt": 1, "max_new": 1, "eval_during": 1}
+        for f in dataclasses.fields(self):
+            name, value, low = f"--{f.name.replace('_', '-')}", getattr(self, f.name), least.get(
+                f.name, 0)
+            if isinstance(value, (int, float)) and not low <= value < math.inf:
+                why = "; a group of 1 has no advantage" if f.name == "group" else ""
+                raise BadInput(f"{name} {value}: expected at least {low}{why}")
+            if f.name in ("temperature", "max_grad_norm") and value == 0:
+                raise BadInput(f"{name} {value}: expected a positive number")
+        if self.resume and (self.out is None or self.overwrite):
+            raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise BadInput("--device cuda: torch sees no CUDA device; use --device cpu")
+        self.eviction()  # checks its own flags
+
+    def eviction(self) -> Eviction:
+        return Eviction(self.policy, self.keep, self.sinks, self.window, self.seed)
+
+    def objective(self) -> Objective:
+        return Objective(self.loss, self.lam, self.eps_low, self.eps_high, self.temperature,
+                         self.micro_samples)
+
+
+# What a flag that was not given becomes: (embedded model, real model).
+DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lam": (0.1, 0.1), "lr": (1e-4, 1e-6),
+            "checkpointing": (False, True), "control": (True, False),
+            "dtype": ("float32", "bfloat16")}
+
+
+def resolve(cfg: Config) -> Config:
+    given = {name: values[cfg.model is not None] for name, values in DEFAULTS.items()
+             if getattr(cfg, name) is None}
+    if cfg.device == "auto":
+        given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    if cfg.out is None:
+        name, n = f"out/{cfg.task}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+        while Path(given.setdefault("out", name)).exists():
+            given["out"], n = f"{name}-{n + 1}", n + 1
+    return dataclasses.replace(cfg, **given)
+
+
+def parse(argv: list[str], doc: str, only: typing.Sequence[str] = ()) -> Config:
+    """The resolved config of a command line; `only` = the fields that this program has."""
+    parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0])
+    types = typing.get_type_hints(Config)
+    for f in dataclasses.fields(Config):
+        if only and f.name not in only:
+            continue
+        kind = [t for t in typing.get_args(types[f.name]) or [types[f.name]] if t is not type(None)]
+        default = DEFAULTS.get(f.name)
+        text = f"{default[0]} embedded, {default[1]} real model" if default else f"{f.default}"
+        text = f"{f.metadata['help']} (default: {text})"
+        how = ({"action": argparse.BooleanOptionalAction} if kind == [bool] else
+               {"type": kind[0], "choices": f.metadata["choices"], "required": f.name == "task"})
+        parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=text, **how)
+    return resolve(Config(**vars(parser.parse_args(argv))))
