@@ -4,7 +4,9 @@ The random checkpoints are small but not gentle: attention is peaked, biases and
 far from 0 and 1, eps is large enough to matter. Otherwise half of the mistakes would not show.
 """
 
+import itertools
 import json
+import math
 import os
 import struct
 from pathlib import Path
@@ -13,10 +15,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import model as model_py
 from errors import BadInput
-from model import Qwen, causal, load_model, repeat_kv, save_model
+from model import Qwen, RMSNorm, causal, load_model, repeat_kv, rope_table, save_model
 from tokenizer import Tokenizer
 
 torch.set_num_threads(1)
@@ -132,6 +135,19 @@ def test_both_config_layouts_and_real_keys(folder):
     assert same(rope_theta=1.0, rope_parameters={"rope_theta": 500.0})  # as transformers reads it
 
 
+@pytest.mark.parametrize("kind,D", [("qwen2", 14), ("qwen3", 128)])
+def test_head_dim_that_the_config_leaves_out(tmp_path, kind, D):
+    checkpoint(tmp_path, kind, D=D)
+    ids, pos = tokens()
+    want = logits(load_model(tmp_path, dtype=torch.float32), ids, pos)
+    edit_config(tmp_path, drop=("head_dim",))
+    assert torch.equal(logits(load_model(tmp_path, dtype=torch.float32), ids, pos), want)
+    with torch.no_grad():
+        assert gap(HF[kind].from_pretrained(tmp_path)(ids).logits, want) <= 1e-5
+    edit_config(tmp_path, head_dim=None)
+    assert torch.equal(logits(load_model(tmp_path, dtype=torch.float32), ids, pos), want)
+
+
 def test_every_float_format_is_converted(folder):
     weights = load_file(folder / "model.safetensors")
     for stored in (torch.float64, torch.float16, torch.bfloat16):
@@ -155,12 +171,30 @@ def test_logits_are_float32_or_wider(folder):
         assert hidden.dtype == dtype
         got = logits(model, ids, pos)
         assert got.dtype == torch.float32 and 0 < gap(got, want) <= tol, dtype
-    # A float64 model is float64 inside too: rounding its input moves the output by less than 1e-9.
-    model = load_model(folder, dtype=torch.float64)
+
+
+def test_norm_and_rope_are_computed_wide():
+    """bfloat16 weights round the results only; float64 is float64 throughout."""
+    rng = torch.Generator().manual_seed(4)
+    x = 3 * torch.randn(50, 24, generator=rng, dtype=torch.float64)
+    weight = torch.randn(24, generator=rng, dtype=torch.float64)
+    norm, theirs = RMSNorm(24, 1e-2), Qwen2RMSNorm(24, 1e-2)
+    for module in (norm, theirs):
+        module.to(torch.float64).load_state_dict({"weight": weight})
     with torch.no_grad():
-        model.norm.weight *= 1 + 1e-12
-        model.layers[0].input_layernorm.weight *= 1 + 1e-12
-    assert 0 < gap(logits(model, ids, pos), want) < 1e-9
+        want = torch.stack([row / (sum(v * v for v in row) / 24 + 1e-2) ** 0.5 for row in x])
+        assert gap(norm(x), want * weight) < 1e-13
+        x = x.bfloat16()
+        assert torch.equal(norm.bfloat16()(x), theirs.bfloat16()(x))
+
+    pos, D, theta = torch.tensor([[0, 1, 31_999], [7, 257, 4096]]), 10, 1e4
+    for dtype, tol in ((torch.float64, 1e-10), (torch.float32, 3e-3), (torch.bfloat16, 7e-3)):
+        cos, sin = rope_table(pos, D, theta, dtype)
+        assert cos.shape == sin.shape == (2, 1, 3, D) and cos.dtype == sin.dtype == dtype
+        for b, t, i in itertools.product(range(2), range(3), range(D)):
+            angle = pos[b, t].item() * theta ** (-2 * (i % (D // 2)) / D)
+            assert abs(cos[b, 0, t, i].item() - math.cos(angle)) < tol
+            assert abs(sin[b, 0, t, i].item() - math.sin(angle)) < tol
 
 
 # --- saving ----------------------------------------------------------------------------------
