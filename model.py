@@ -1,13 +1,12 @@
 """A Qwen2 / Qwen2.5 / Qwen3 (dense) transformer, and Hugging Face folders in and out.
 
-The network computes rotated `q, k` and `v` of a layer and hands them to a function it was given:
+The network computes `q, k, v` of a layer and hands them to a function it was given:
 
     hidden = model(ids, pos, attend)         # attend(layer, q, k, v) -> o, same shape as q
 
 Prefill, decoding and learning differ in `attend` and in nothing else, so the sampler and the
-learner run the same network by construction. The model keeps no position counter: RoPE is fed by
-`pos`, which the caller states. Module names are those of the checkpoints, so loading is strict by
-one comparison of names and shapes.
+learner run the same network by construction. There is no position counter: RoPE is fed by `pos`.
+Module names are those of the checkpoints, so loading is strict by comparing names and shapes.
 
 Sources: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), RoPE (arXiv 2104.09864, in the
 half-split layout of the checkpoints).
@@ -53,55 +52,44 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict, where: str = "config.json") -> ModelConfig:
-        """Read a Hugging Face config.
-
-        Raises:
-            BadInput: a key is missing, or asks for something that this code does not implement.
-        """
+        """Read a Hugging Face config; BadInput names a key that is missing or not implemented."""
         kind = hf.get("model_type")
         if kind not in ("qwen2", "qwen3"):
             raise BadInput(f"{where}: model_type {kind!r}; expected 'qwen2' or 'qwen3' (dense)")
-        ropes = [hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}]  # old, new layout
-        scaled = [r for r in ropes if r.get("rope_type", r.get("type", "default")) != "default"]
-        unsupported = {
-            "use_sliding_window": hf.get("use_sliding_window", False),
+        rope = [hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}]
+        for key, refused in {
+            "use_sliding_window": hf.get("use_sliding_window"),
             "layer_types": set(hf.get("layer_types") or ()) - {"full_attention"},
-            "rope_scaling": scaled,
+            "rope_scaling": [r for r in rope if r.get("rope_type", r.get("type", "default"))
+                             != "default"],
             "num_experts": hf.get("num_experts"),
             "quantization_config": hf.get("quantization_config"),
             "attention_bias": hf.get("attention_bias", kind == "qwen2") != (kind == "qwen2"),
             "hidden_act": hf.get("hidden_act", "silu") != "silu",
-        }
-        for key, value in unsupported.items():
-            if value:
-                got = scaled[0] if key == "rope_scaling" else hf[key]
-                raise BadInput(f"{where}: {key} = {got!r} is not implemented; use a dense "
-                               "Qwen2, Qwen2.5 or Qwen3 checkpoint with plain RoPE")
+        }.items():
+            if refused:
+                got = refused if key == "rope_scaling" else hf[key]
+                raise BadInput(f"{where}: {key} = {got!r} is not "
+                               "implemented; use a dense Qwen2, Qwen2.5 or Qwen3 with plain RoPE")
+        flat = {**hf, **rope[0], **rope[1]}  # where rope_theta may be
 
-        def positive(key: str, kind: type | tuple = int, source: dict = hf):
-            got = source.get(key)
-            if not isinstance(got, kind) or got <= 0:
-                got = f"= {got!r}" if key in source else "is missing"
+        def positive(key: str) -> int | float:
+            number = (int, float) if key in ("rms_norm_eps", "rope_theta") else int
+            if not isinstance(flat.get(key), number) or flat[key] <= 0:
+                got = f"= {flat[key]!r}" if key in flat else "is missing"
                 raise BadInput(f"{where}: {key} {got}; expected a positive number")
-            return got
+            return flat[key]
 
-        C, Hq = positive("hidden_size"), positive("num_attention_heads")
-        if hf.get("head_dim") is not None:
-            head_dim = positive("head_dim")
-        else:  # the format's own defaults
-            head_dim = 128 if kind == "qwen3" else C // Hq
-        cfg = cls(
-            V=positive("vocab_size"), C=C, L=positive("num_hidden_layers"),
-            Hq=Hq, Hkv=positive("num_key_value_heads"), D=head_dim,
-            ffn=positive("intermediate_size"), eps=positive("rms_norm_eps", (int, float)),
-            rope_theta=positive("rope_theta", (int, float), {**hf, **ropes[0], **ropes[1]}),
-            tied=hf.get("tie_word_embeddings", False),
-            qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", hf=dict(hf),
-        )
-        if cfg.Hq % cfg.Hkv or cfg.D % 2:
-            raise BadInput(f"{where}: {cfg.Hq} query heads, {cfg.Hkv} key heads, head_dim {cfg.D}; "
-                           "expected query heads a multiple of key heads and an even head_dim")
-        return cfg
+        C, Hq, Hkv = map(positive, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        default = 128 if kind == "qwen3" else C // Hq  # the format's own
+        D = default if hf.get("head_dim") is None else positive("head_dim")
+        if Hq % Hkv or D % 2:
+            raise BadInput(f"{where}: {Hq} query heads, {Hkv} key heads, head_dim {D}; expected "
+                           "query heads a multiple of key heads and an even head_dim")
+        return cls(V=positive("vocab_size"), C=C, L=positive("num_hidden_layers"), Hq=Hq, Hkv=Hkv,
+                   D=D, ffn=positive("intermediate_size"), eps=positive("rms_norm_eps"),
+                   rope_theta=positive("rope_theta"), tied=hf.get("tie_word_embeddings", False),
+                   qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", hf=dict(hf))
 
 
 class RMSNorm(nn.Module):
@@ -195,8 +183,7 @@ class Qwen(nn.Module):
             ids: (B, T) int64 tokens.
             pos: (B, T) int64 absolute positions; any order, repeats allowed (packed responses).
             attend: called once a layer with rotated q (B, Hq, T, D), k, v (B, Hkv, T, D); returns
-                o like q. Under checkpointing it is called again in the backward pass and must
-                return the same.
+                o like q, and the same when checkpointing calls it again.
         Returns:
             (B, T, C), normalised, ready for `logits`.
         """
@@ -216,16 +203,9 @@ class Qwen(nn.Module):
         return z if z.dtype == torch.float64 else z.float()
 
 
-def repeat_kv(x: Tensor, groups: int) -> Tensor:
-    """(B, Hkv, T, D) -> (B, Hkv * groups, T, D): each KV head serves `groups` query heads."""
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
-
-
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plain causal attention of whole sequences without a past: the dense `attend`."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = repeat_kv(k, groups), repeat_kv(v, groups)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def _checkpoint_name(name: str) -> str:
@@ -235,11 +215,9 @@ def _checkpoint_name(name: str) -> str:
 def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file; expected a Hugging Face checkpoint folder with "
-                       "config.json and *.safetensors") from None
     except (OSError, ValueError) as e:
-        raise BadInput(f"{path}: cannot be read as JSON ({e})") from None
+        raise BadInput(f"{path}: cannot be read as JSON ({e}); expected a Hugging Face checkpoint "
+                       "folder with config.json and *.safetensors") from None
     if not isinstance(content, dict):
         raise BadInput(f"{path}: a JSON {type(content).__name__}; expected an object {{...}}")
     return content
@@ -252,59 +230,46 @@ def _shards(folder: Path) -> list[Path]:
     files = _read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise BadInput(f"{index}: no usable weight_map; expected weight names and their files")
-    shards = [folder / name for name in sorted(set(files.values()))]
-    for shard in shards:
-        if not shard.exists():
-            raise BadInput(f"{shard}: shard named by the index is missing; download it again")
-    return shards
+    return [folder / name for name in sorted(set(files.values()))]
 
 
 def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -> Qwen:
     """Load a Hugging Face folder: every weight must be there, with its shape, and no other.
 
     Tensors are read one at a time from the memory-mapped files into their final dtype and device.
-
-    Raises:
-        BadInput: no such folder, a missing, extra or misshaped weight, a damaged file, a config
-            that asks for something not implemented.
+    BadInput names the file, the weight or the key that is wrong.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise BadInput(f"{folder}: no such folder; expected a Hugging Face checkpoint folder")
     cfg = ModelConfig.from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
     with torch.device("meta"):
         model = Qwen(cfg)
-    expected = {_checkpoint_name(name): (name, p) for name, p in model.state_dict().items()}
+    shapes = {_checkpoint_name(name): tuple(p.shape) for name, p in model.state_dict().items()}
     if cfg.tied:  # some writers add a copy of the embedding: compared, then dropped
-        expected["lm_head.weight"] = ("lm_head.weight", model.embed_tokens.weight)
+        shapes["lm_head.weight"] = tuple(model.embed_tokens.weight.shape)
     state: dict[str, Tensor] = {}
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as f:
                 for key in f.keys():  # noqa: SIM118 (not a dict)
-                    if key not in expected:
-                        raise BadInput(f"{path}: weight {key} is not part of this architecture; "
-                                       f"expected names of {cfg.hf['model_type']}")
-                    name, want = expected[key]
-                    if (shape := tuple(f.get_slice(key).get_shape())) != tuple(want.shape):
-                        raise BadInput(f"{path}: weight {key} has shape {shape}; expected "
-                                       f"{tuple(want.shape)} from config.json")
-                    if f.get_slice(key).get_dtype() not in ("F64", "F32", "BF16", "F16"):
-                        raise BadInput(f"{path}: weight {key} is {f.get_slice(key).get_dtype()}; "
-                                       "expected floating point, quantised weights are refused")
+                    there = f.get_slice(key)
+                    got = (tuple(there.get_shape()), there.get_dtype())
+                    if got[0] != shapes.get(key) or got[1] not in ("F64", "F32", "BF16", "F16"):
+                        want = shapes.get(key, "no weight of this name")
+                        raise BadInput(f"{path}: weight {key} has shape {got[0]}, dtype {got[1]}; "
+                                       f"expected {want}, not quantised")
+                    name = key.removeprefix("model.")
                     state[name] = f.get_tensor(key).to(device, dtype)
         except (SafetensorError, OSError) as e:
-            raise BadInput(f"{path}: damaged, truncated or unreadable safetensors file ({e}); "
+            raise BadInput(f"{path}: missing, damaged or truncated safetensors file ({e}); "
                            "download it again") from None
     missing = [_checkpoint_name(name) for name in model.state_dict() if name not in state]
     if missing:
         raise BadInput(f"{folder}: weight {missing[0]} is missing ({len(missing)} in all); "
                        "expected every weight that config.json implies")
-    if cfg.tied:
-        head = state.pop("lm_head.weight", state["embed_tokens.weight"])
-        if not torch.equal(head, state["embed_tokens.weight"]):
-            raise BadInput(f"{folder}: lm_head.weight differs from the embedding; expected a copy, "
-                           "or none, or tie_word_embeddings false in config.json")
+    if cfg.tied and not torch.equal(state.pop("lm_head.weight", state["embed_tokens.weight"]),
+                                    state["embed_tokens.weight"]):
+        raise BadInput(f"{folder}: lm_head.weight differs from the embedding; expected a copy, "
+                       "or none, or tie_word_embeddings false in config.json")
     model.load_state_dict(state, assign=True)
     return model
 

@@ -621,8 +621,10 @@ def test_storage_is_flat_and_as_small_as_stated(policy, keep):
                 i, j = P + t, torch.arange(P + steps)
                 live = ((j <= i) & (i < cache.evict_at[n])).sum(-1)  # (L, G, Hkv)
                 assert torch.equal(own[:, n] + cache.shared_k[n].shape[2], live)
-    # No tensor is a view of something larger.
-    assert cache.kv_bytes == total == sum(x.untyped_storage().nbytes() for x in stored)
+    # No tensor is a view of something larger, and the cache holds no other.
+    held = [x for part in vars(cache).values() for x in (part if isinstance(part, list) else [part])
+            if torch.is_tensor(x) and x.is_floating_point()]
+    assert cache.kv_bytes == total == sum(x.untyped_storage().nbytes() for x in held)
     assert total == kv_bytes(model.cfg, kept, len(LENGTHS) * G * steps, 4)
     assert all(map(torch.equal, records, cache.evict_at)), "decoding rewrote the record"
     with pytest.raises(AssertionError, match="no free slot"), torch.no_grad():
