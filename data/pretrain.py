@@ -97,7 +97,7 @@ def document(r: random.Random, tok: Tokenizer, examples: int) -> tuple[list[int]
     return prompt + answer, weight
 
 
-def make_batch(r: random.Random, tok: Tokenizer, tokens: int, examples: int):
+def make_batch(r: random.Random, tok: Tokenizer, examples: int, tokens: int = 4096):
     """Padded ids (n, T), next-token weights (n, T - 1): about `tokens` tokens of documents."""
     docs, count = [], 0
     while count < tokens:
@@ -110,23 +110,20 @@ def make_batch(r: random.Random, tok: Tokenizer, tokens: int, examples: int):
     return ids, weight[:, 1:]
 
 
-def train(model: Qwen, tok: Tokenizer, args: argparse.Namespace) -> None:
+def train(model: Qwen, tok: Tokenizer, out: Path, steps: int, seed: int) -> None:
     """Muon for the matrices, AdamW for the rest; linear decay over the last 40 % of the steps."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embed" in name]
-    optimisers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01),
-                  torch.optim.AdamW(others, lr=args.lr / 5, betas=(0.9, 0.98), weight_decay=0.0)]
-    base = [o.param_groups[0]["lr"] for o in optimisers]
-    r, begin, digits = random.Random(f"pretrain {args.seed}"), time.time(), tok.encode("0123456789")
-    for step in range(args.steps):
-        done = step / args.steps
-        for o, lr in zip(optimisers, base, strict=True):
-            o.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 100, (1 - done) / 0.4)
+    optimisers = [(torch.optim.Muon(matrices, weight_decay=0.01), 0.02),
+                  (torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0), 0.004)]
+    r, begin, digits = random.Random(f"pretrain {seed}"), time.time(), tok.encode("0123456789")
+    for step in range(steps):
+        done = step / steps
         # Short contexts first: arithmetic and fetching a fact are learnt there at a third of the
         # cost.
         examples = 0 if done < 0.2 else r.choice((0, 1, 2) if done < 0.4 else (1, 2, 2, 2))
-        ids, weight = make_batch(r, tok, args.tokens, examples)
+        ids, weight = make_batch(r, tok, examples)
         pos = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
         counted, target = weight > 0, ids[:, 1:][weight > 0]
         with torch.autocast("cpu", torch.bfloat16):
@@ -134,30 +131,27 @@ def train(model: Qwen, tok: Tokenizer, args: argparse.Namespace) -> None:
         loss = F.cross_entropy(logits.float(), target, reduction="none")
         loss = (loss * weight[counted]).sum() / weight.sum()
         loss.backward()
-        for o in optimisers:
-            o.step()
-            o.zero_grad(set_to_none=True)
-        if (step + 1) % 100 == 0:
+        for optimiser, lr in optimisers:
+            optimiser.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 100, (1 - done) / 0.4)
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        if (step + 1) % 100 == 0 or step + 1 == steps:
             figure = (weight[counted] == 1) & torch.isin(target, torch.tensor(digits))
             right = (logits.argmax(-1) == target)[figure].float().mean()
             print(f"step {step + 1} {(time.time() - begin) / 60:.1f} min, loss {loss:.4f}, "
                   f"digits of answers right {right:.3f}", flush=True)
-        if (step + 1) % 1000 == 0 or step + 1 == args.steps:
-            save_model(model, args.out, dtype=torch.bfloat16)
+    save_model(model, out, dtype=torch.bfloat16)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument("--steps", type=int, default=5000, help="optimiser steps")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens a step")
-    parser.add_argument("--lr", type=float, default=0.02, help="of Muon; AdamW's is a fifth")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--steps", type=int, default=5000, help="of the optimiser (default 5000)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # for one result on every machine
     tok = train_tokenizer(args.out, args.seed)
     model = Qwen(ModelConfig.from_hf({**CONFIG, "vocab_size": -(-tok.vocab_size // 16) * 16,
                                       "eos_token_id": tok.control["<|im_end|>"]}))
@@ -166,7 +160,7 @@ def main() -> None:
             torch.nn.init.normal_(p, std=0.02)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
           f"vocabulary {tok.vocab_size}", flush=True)
-    train(model, tok, args)
+    train(model, tok, args.out, args.steps, args.seed)
 
 
 if __name__ == "__main__":
