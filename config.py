@@ -69,13 +69,13 @@ class Config:
                 f.name, 0)
             if isinstance(value, (int, float)) and not low <= value < math.inf:
                 why = "; a group of 1 has no advantage" if f.name == "group" else ""
-                raise BadInput(f"{name} {value}: expected at least {low}{why}")
+                raise BadInput(f"{name} {value}: expected a number of at least {low}{why}")
             if f.name in ("temperature", "max_grad_norm") and value == 0:
                 raise BadInput(f"{name} {value}: expected a positive number")
         if self.resume and (self.out is None or self.overwrite):
             raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise BadInput("--device cuda: torch sees no CUDA device; use --device cpu")
+        if self.device in ("cuda", "mps") and not getattr(torch, self.device).is_available():
+            raise BadInput(f"--device {self.device}: torch sees no such device; use --device cpu")
         self.eviction()  # checks its own flags
 
     def eviction(self) -> Eviction:
@@ -106,7 +106,7 @@ def resolve(cfg: Config) -> Config:
 
 def parse(argv: list[str], doc: str, only: typing.Sequence[str] = ()) -> Config:
     """The resolved config of a command line; `only` = the fields that this program has."""
-    parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0], allow_abbrev=False)
     types = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         if only and f.name not in only:

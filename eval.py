@@ -49,9 +49,9 @@ def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
         if len(ids) > cfg.max_prompt:
             raise BadInput(f"{split} problem {p.index}: prompt of {len(ids)} tokens; expected at "
                            f"most --max-prompt {cfg.max_prompt}; raise it or use fewer --shots")
-    if split == "test" and max(cfg.limit, cfg.eval_during) > len(encoded):
-        raise BadInput(f"--limit {cfg.limit}, --eval-during {cfg.eval_during}: expected at most "
-                       f"{len(encoded)}, the test problems there are")
+    if split == "test" and cfg.limit > len(encoded):
+        raise BadInput(f"--limit {cfg.limit}: expected at most {len(encoded)}, the test problems "
+                       "there are")
     return encoded
 
 
@@ -95,6 +95,8 @@ def describe(results: dict[str, dict]) -> str:
 
 def main() -> None:
     cfg = parse(sys.argv[1:], __doc__, FLAGS)
+    if cfg.limit == 0:
+        raise BadInput("--limit 0: expected at least 1 problem")
     tok, model = load(cfg)
     encoded = load_problems(cfg, "test", tok)[: cfg.limit]
     results = evaluate(model, tok, encoded, cfg)

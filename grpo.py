@@ -4,10 +4,8 @@
 
 The masked pass is track 1, the dense pass of the same weights without gradients is the teacher of
 track 2. Both terms are sums over tokens with the same weights, fixed for the whole optimiser step
-before the first backward pass, so gradients do not depend on how the step is split.
-
-With one update a rollout the ratio is exactly 1 and the policy loss has a value near 0. That is no
-fault: its gradient is advantage * grad log pi.
+before the first backward pass, so gradients do not depend on how the step is split. With one
+update a rollout the ratio is exactly 1 and the policy loss near 0; its gradient is not.
 
 Sources: SMD arXiv 2605.06850; GRPO arXiv 2402.03300, section 4.1; DAPO arXiv 2503.14476 (token
 mean); Dr. GRPO arXiv 2503.20783 (constant denominator, no division by the deviation).
@@ -32,32 +30,20 @@ LOGIT_BYTES = 2**27  # of one chunk of float32 logits
 
 @dataclass(frozen=True)
 class Objective:
-    """Constants of the loss.
+    """Constants of the loss."""
 
-    Attributes:
-        loss: "grpo", "dapo" or "dr_grpo": how tokens are weighted, see `token_weights`.
-        lam: weight of the distillation KL; 0 is track 1 alone.
-        eps_low, eps_high: the ratio is clipped to [1 - eps_low, 1 + eps_high].
-        temperature: that of the rollout, replayed here.
-        micro_samples: samples of a group in one packed row; 0 = all. Bounds memory only.
-    """
-
-    loss: str = "dapo"
-    lam: float = 0.1
-    eps_low: float = 0.2
+    loss: str = "dapo"  # how tokens are weighted, see `token_weights`
+    lam: float = 0.1  # weight of the distillation KL; 0 is track 1 alone
+    eps_low: float = 0.2  # the ratio is clipped to [1 - eps_low, 1 + eps_high]
     eps_high: float = 0.2
-    temperature: float = 1.0
-    micro_samples: int = 0
+    temperature: float = 1.0  # that of the rollout, replayed here
+    micro_samples: int = 0  # samples of a group in one packed row, 0 = all; bounds memory only
 
 
 def advantages(rewards: Tensor, *, scale: bool) -> Tensor:
-    """Group-relative advantages.
+    """Rewards (N, G) minus their group's mean; exactly 0 in a group of equal rewards.
 
-    Args:
-        rewards: (N, G) float.
-        scale: divide by the group's standard deviation (unbiased) + 1e-6; Dr. GRPO does not.
-    Returns:
-        (N, G); exactly 0 in a group whose rewards are all equal.
+    `scale` divides by the group's unbiased standard deviation + 1e-6; Dr. GRPO does not.
     """
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     if scale:
@@ -82,13 +68,10 @@ def token_weights(mask: Tensor, loss: str) -> Tensor:
     """
     N, G, R = mask.shape
     active = mask.float()
-    if loss == "grpo":
-        length = active.sum(-1, keepdim=True)
-        return active / length.clamp(min=1) / (length > 0).sum().clamp(min=1)
-    if loss == "dapo":
-        return active / active.sum().clamp(min=1)
-    assert loss == "dr_grpo", loss
-    return active / (N * G * R)
+    length = active.sum(-1, keepdim=True)
+    return {"grpo": active / length.clamp(min=1) / (length > 0).sum().clamp(min=1),
+            "dapo": active / length.sum().clamp(min=1),
+            "dr_grpo": active / (N * G * R)}[loss]
 
 
 def policy_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, eps_low: float, eps_high: float):
@@ -116,26 +99,23 @@ def token_terms(model: Qwen, hidden: Tensor, teacher: Tensor | None, tokens: Ten
         logp, entropy (detached), kl = KL(sg[dense] || shadow) over the full vocabulary; each (M,).
     """
 
-    def chunk(hidden: Tensor, teacher: Tensor | None, tokens: Tensor):
+    def chunk(hidden: Tensor, tokens: Tensor, teacher: Tensor | None):
         z = model.logits(hidden) / temperature
         logp = z.log_softmax(-1)  # (m, V)
         with torch.no_grad():
             lse = z.logsumexp(-1)
             entropy = lse - (logp.exp() * z).sum(-1)  # never 0 * -inf
-        if teacher is None:
             kl = torch.zeros_like(entropy)
-        else:
-            with torch.no_grad():
+            if teacher is not None:
                 dense = (model.logits(teacher) / temperature).log_softmax(-1)
+        if teacher is not None:
             kl = (dense.exp() * (dense - logp)).sum(-1)
         return logp.gather(-1, tokens[:, None])[:, 0], entropy, kl
 
     size = max(1, LOGIT_BYTES // (4 * model.cfg.V))
-    out = []
-    for start in range(0, len(tokens), size):
-        s = slice(start, start + size)
-        part = None if teacher is None else teacher[s]
-        out.append(checkpoint(chunk, hidden[s], part, tokens[s], use_reentrant=False))
+    parts = zip(hidden.split(size), tokens.split(size),
+                [None] * len(tokens) if teacher is None else teacher.split(size), strict=False)
+    out = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
     return tuple(torch.cat(x) for x in zip(*out, strict=True))
 
 
@@ -174,38 +154,34 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
         metrics named as in README.md; `loss` is NaN if any token's loss was.
     """
     o = objective
-    N, G, R = rollout.tokens.shape
+    N, G, _ = rollout.tokens.shape
     advantage = advantages(rewards, scale=o.loss != "dr_grpo").to(rollout.logp)
-    dead = dead_groups(rewards).tolist()
     weights = token_weights(rollout.mask, o.loss).to(rollout.logp)
-    total = {"loss": 0.0, "distill/kl": 0.0, "policy/entropy": 0.0, "policy/clip_frac": 0.0}
-    differences, seen_tok = [], 0
+    dead, step = dead_groups(rewards), o.micro_samples or G
+    names = ("distill/kl", "policy/entropy", "policy/clip_frac")
+    seen: dict[str, list[Tensor]] = {key: [] for key in (*names, "loss", "difference")}
     for n in range(N):
         if dead[n] and o.lam == 0:
             continue  # nothing in it has a gradient
-        step = o.micro_samples or G
-        for g in range(0, G, step):
-            s = slice(g, min(g + step, G))
+        for s in (slice(g, min(g + step, G)) for g in range(0, G, step)):
             logp, entropy, kl, mask = group_terms(
                 model, rollout, n, s, temperature=o.temperature, distil=o.lam > 0)
             pick = (n, s, slice(0, mask.shape[1]))
-            w = weights[pick][mask]
-            a = advantage[n, s, None].expand(mask.shape)[mask]
+            w, sampled = weights[pick][mask], rollout.logp[pick][mask]
             old = logp.detach() if old_logp is None else old_logp[pick][mask]
-            policy, clipped = policy_loss(logp, old, a, o.eps_low, o.eps_high)
-            loss = (w * policy).sum() + o.lam * (w * kl).sum()
+            policy, clipped = policy_loss(
+                logp, old, advantage[n, s, None].expand(mask.shape)[mask], o.eps_low, o.eps_high)
+            loss = (w * (policy + o.lam * kl)).sum()
             loss.backward()
-            differences.append(logp.detach() - rollout.logp[pick][mask])
-            seen_tok += len(w)
-            for key, value in (("loss", loss), ("distill/kl", kl.sum()),
-                               ("policy/entropy", entropy.sum()),
-                               ("policy/clip_frac", clipped.sum())):
-                total[key] += float(value.detach())
-    for key in ("distill/kl", "policy/entropy", "policy/clip_frac"):
-        total[key] /= max(1, seen_tok)
-    total["reward/dead_group_frac"] = sum(dead) / N
-    total["tok/learn"] = seen_tok
-    return total | mismatch(torch.cat([rollout.logp.new_zeros(0), *differences]))
+            for key, value in zip(seen, (kl, entropy, clipped, loss[None], logp - sampled),
+                                  strict=True):
+                seen[key].append(value.detach())
+    every = {key: torch.cat([rollout.logp.new_zeros(0), *x]) for key, x in seen.items()}
+    tokens = len(every["difference"])
+    return {"loss": float(every["loss"].sum()), "tok/learn": tokens,
+            "reward/dead_group_frac": float(dead.float().mean()),
+            **{key: float(every[key].sum()) / max(1, tokens) for key in names},
+            **mismatch(every["difference"])}
 
 
 def mismatch(difference: Tensor) -> dict[str, float]:
@@ -213,10 +189,7 @@ def mismatch(difference: Tensor) -> dict[str, float]:
 
     `kl` is the k3 estimate of KL(sampler || learner), E[r - 1 - log r] with r = learner / sampler.
     """
-    if len(difference) == 0:
-        return {"mismatch/logp_abs_mean": 0.0, "mismatch/logp_abs_max": 0.0, "mismatch/kl": 0.0,
-                "mismatch/ratio_p01": 1.0}
-    d = difference.double()
+    d = difference.double() if len(difference) else torch.zeros(1, dtype=torch.float64)
     return {"mismatch/logp_abs_mean": float(d.abs().mean()),
             "mismatch/logp_abs_max": float(d.abs().max()),
             "mismatch/kl": float((d.exp() - 1 - d).mean()),

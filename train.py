@@ -55,7 +55,8 @@ def open_run(cfg: Config) -> Path:
                                f"{value!r}; give the same flags (only --steps may change)")
             return out
         if out.exists() and any(out.iterdir()):
-            if not cfg.overwrite or not (out / "config.json").exists():
+            # A model folder has a config.json too.
+            if not cfg.overwrite or '"save_every"' not in (out / "config.json").read_text():
                 raise BadInput(f"--out {out}: exists already; continue a run with --resume, "
                                "replace it with --overwrite, or name another folder")
             shutil.rmtree(out)
@@ -103,9 +104,9 @@ def last_checkpoint(out: Path) -> Path:
 def keep_lines(path: Path, steps: int) -> None:
     """Drop the log lines of steps that will be done again after a resume."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= steps]
-        path.write_text("".join(kept), encoding="utf-8")
+        lines = path.read_bytes().splitlines(keepends=True)  # of text, it would split at U+2028
+        kept = [x for x in lines if x.endswith(b"\n") and json.loads(x)["step"] <= steps]
+        path.write_bytes(b"".join(kept))
 
 
 def append(path: Path, rows: list[dict]) -> None:
@@ -190,6 +191,9 @@ def run(cfg: Config) -> None:
     tok, model = load(cfg, checkpoint)
     control = load(cfg)[1] if cfg.control else None
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
+    if cfg.eval_every and cfg.eval_during > len(test):
+        raise BadInput(f"--eval-during {cfg.eval_during}: expected at most {len(test)}, the test "
+                       "problems there are")
     model.checkpointing = cfg.checkpointing
     optim = MasterAdamW(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm)
     out = open_run(cfg)
@@ -198,6 +202,8 @@ def run(cfg: Config) -> None:
         saved = torch.load(Path(checkpoint) / "trainer.pt", map_location=cfg.device)
         optim.load_state_dict(saved["optim"])
         first, state = saved["step"], {key: saved[key] for key in state}
+        if cfg.steps < first:
+            raise BadInput(f"--steps {cfg.steps}: {out} has done {first}; expected as many or more")
         for name in ("metrics.jsonl", "samples.jsonl"):
             keep_lines(out / name, first)
     if cfg.model is None:
@@ -213,7 +219,7 @@ def run(cfg: Config) -> None:
         metrics, samples = train_step(model, optim, tok, batch, cfg, step)
         if control is not None:
             metrics["reward/control_mean"] = float(sample(control, tok, batch, cfg, step)[2].mean())
-        if cfg.eval_every and done % cfg.eval_every == 0 and done < cfg.steps:
+        if cfg.eval_every and done % cfg.eval_every == 0:
             during = evaluate(model, tok, test[: cfg.eval_during], cfg)
             metrics |= {f"eval/{name}": x["accuracy"] for name, x in during.items()}
             bar.write(f"step {done}: {describe(during)}")
