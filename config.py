@@ -4,8 +4,6 @@
 resolved is what is printed and saved.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
@@ -56,7 +54,7 @@ class Config:
     checkpointing: bool | None = flag(None, "recompute blocks in the backward pass")
     control: bool | None = flag(None, "also reward the untrained model on each step's prompts")
     dtype: str | None = flag(None, "of weights and products", list(DTYPES))
-    device: str = flag("auto", "auto, cpu, cuda or mps", ["auto", "cpu", "cuda", "mps"])
+    device: str = flag("auto", "auto, cpu or cuda", ["auto", "cpu", "cuda"])
     limit: int = flag(256, "test problems, before and after training; 0 = no evaluation")
     eval_every: int = flag(20, "steps between evaluations during training; 0 = none")
     eval_during: int = flag(64, "test problems of an evaluation during training")

@@ -1,7 +1,5 @@
 """How bad input is reported: one line (what, got, expected, what to do) and exit status 2."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@
 Decoding is `rollout.generate` at temperature 0: what is evaluated is what training samples from.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -6,10 +6,8 @@ not replay that. `evict` turns a score into a decision, frees the slots and reco
     evict_at[.., j] = first query position that can no longer see key j   (NEVER if it stays)
 
 Invariant: eviction is permanent, so this one integer a key says all there is to say.
-Source: Shadow Mask Distillation, arXiv 2605.06850, section on KV-compressed rollouts.
+Source: arXiv 2605.06850, rollouts with a compressed cache.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,21 +23,13 @@ NEVER = 2**31 - 1
 
 @dataclass(frozen=True)
 class Eviction:
-    """What the rollout may keep of a prompt.
+    """What the rollout may keep of a prompt."""
 
-    Attributes:
-        policy: a name of `POLICIES`.
-        keep: share of the prompt's keys that stay in each layer and KV head, in (0, 1].
-        sinks: first positions, always kept (attention sinks, arXiv 2309.17453).
-        window: newest positions, always kept; with `snapkv` also the queries that vote.
-        seed: of the `random` policy.
-    """
-
-    policy: str = "snapkv"
-    keep: float = 0.5
-    sinks: int = 4
-    window: int = 32
-    seed: int = 0
+    policy: str = "snapkv"  # a name of `POLICIES`
+    keep: float = 0.5  # share of the prompt's keys that stay in each layer and KV head
+    sinks: int = 4  # first positions, always kept (attention sinks, arXiv 2309.17453)
+    window: int = 32  # newest positions, always kept; with `snapkv` the queries that vote
+    seed: int = 0  # of the `random` policy
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -84,8 +74,8 @@ class Seen:
 def snapkv(seen: Seen) -> Tensor:
     """Attention that the last W queries pay to a key and its neighbours (SnapKV, arXiv 2404.14469).
 
-    Differs: averaged over the query heads of a group, so that the cache stays per KV head; maximum
-    pooling of width 7 (average pooling pads with zeros and so votes against the sinks).
+    Differs: averaged over the query heads of a group, as the cache is per KV head; maximum pooling
+    of width 7 (average pooling pads with zeros and so votes against the sinks).
     """
     W = seen.q.shape[2]
     score = seen.attention().mean(dim=(2, 3))  # (B, Hkv, S)
@@ -99,10 +89,7 @@ def recent(seen: Seen) -> Tensor:
 
 
 def random(seen: Seen) -> Tensor:
-    """One lifelong priority, a hash of (seed, sequence, layer, head, position): the control.
-
-    Drawing anew at each eviction would favour the young keys; a fixed priority is uniform in age.
-    """
+    """One lifelong priority, a hash of (seed, sequence, layer, head, position): the control."""
     head = torch.arange(seen.pos.shape[1], device=seen.pos.device)[:, None]
     x = seen.pos
     for part in (head, seen.layer, seen.sequence, seen.seed):
@@ -128,8 +115,8 @@ def evict(score: Tensor, pos: Tensor, evict_at: Tensor, *, t: int, budget: int, 
     """Free all but `budget` keys of each row and head, and record it. In place.
 
     Positions below `sinks` and the newest `window` stay whatever their score; the rest compete;
-    ties go to the newer key and NaN loses. Selection is by an int64 key (score, pos), which has no
-    ties and, unlike "protected = maximum + 1", loses nothing to rounding.
+    ties go to the newer key and NaN loses. The int64 key (score, pos) has no ties and, unlike
+    "protected = maximum + 1", loses nothing to rounding.
 
     Args:
         score: (B, Hkv, S), any float dtype; higher stays.
@@ -139,8 +126,8 @@ def evict(score: Tensor, pos: Tensor, evict_at: Tensor, *, t: int, budget: int, 
     """
     B, Hkv, S = pos.shape
     assert score.shape == pos.shape, (score.shape, pos.shape)
-    bits = (score.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0)
-    bits = bits.view(torch.int32)
+    score = score.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    bits = (score + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # in the order of the scores
     key = key.masked_fill((pos < sinks) | (pos > t - window), NEVER)  # above +inf
     key = ((key << 32) + pos).masked_fill(pos < 0, torch.iinfo(torch.int64).min)

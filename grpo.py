@@ -11,8 +11,6 @@ Sources: SMD arXiv 2605.06850; GRPO arXiv 2402.03300, section 4.1; DAPO arXiv 25
 mean); Dr. GRPO arXiv 2503.20783 (constant denominator, no division by the deviation).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,15 +3,13 @@
 Two segments under one softmax. The *shared* segment holds the kept keys of a prompt, stored once
 and read by all G samples of the group; the *own* segment holds each row's response keys.
 
-    shared   k, v: N tensors (L, Hkv, K_n, D)         K_n = kept keys of prompt n, the same integer
-                                                      for every layer and head, other keys in each
-    own      k, v: (L, B, Hkv, S, D), pos: (L, B, Hkv, S), -1 = free       B = N * G rows, S slots
+    shared   k, v: N tensors (L, Hkv, K_n, D)     K_n = kept keys of prompt n: the same integer,
+                                                  but other keys, in each layer and head
+    own      k, v: (L, B, Hkv, S, D), pos: (L, B, Hkv, S), -1 = free     B = N * G rows, S slots
 
 Nothing is sliced, concatenated or gathered while decoding: a token is written into a free slot, so
 the bytes are flat. Slot order carries no meaning; a key keeps the rotation of its position.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -46,10 +44,8 @@ class KVCache:
         return sum(x.nbytes for x in (self.k, self.v, *self.shared_k, *self.shared_v))
 
     def prefill(self, n: int, sequence: int) -> Attend:
-        """Attention of prompt n (one row, from position 0); evicts each layer as it is done.
-
-        Only the kept keys enter the cache, so the transient is one layer's prompt, not all layers'.
-        """
+        """Attention of prompt n (one row, from position 0). Each layer is evicted as it is done and
+        only the kept keys enter the cache: the transient is one layer's prompt, not all layers'."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             _, Hkv, P, D = k.shape

@@ -12,8 +12,6 @@ Sources: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), RoPE (arXiv 2104.
 half-split layout of the checkpoints).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,7 +49,7 @@ class ModelConfig:
     hf: dict = field(compare=False, repr=False)  # the folder's config.json, written back on saving
 
     @classmethod
-    def from_hf(cls, hf: dict, where: str = "config.json") -> ModelConfig:
+    def from_hf(cls, hf: dict, where: str = "config.json") -> "ModelConfig":
         """Read a Hugging Face config; BadInput names a key that is missing or not implemented."""
         kind = hf.get("model_type")
         if kind not in ("qwen2", "qwen3"):

@@ -5,8 +5,6 @@ small gradients added to a large sum. Masters and accumulated gradients are ther
 the network's own weights are a rounded copy. Wider weights are their own masters.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,15 +1,13 @@
 """The sampler: prefill each prompt once, decode its G samples together, record what was seen.
 
-Order inside a step: write the key, attend, evict. Randomness is a function of (seed, step, prompt,
-sample, token): one uniform number a token, drawn from a generator of its own for each sample, and
-inverted through the cumulative distribution. So the batch, its order and what ran before do not
-change a sample, and a resumed run draws what the uninterrupted one would have drawn.
+Randomness is a function of (seed, step, prompt, sample, token): one uniform number a token, from a
+generator of its own for each sample, inverted through the cumulative distribution. So the batch,
+its order and what ran before do not change a sample, and a resumed run draws what the
+uninterrupted one would have drawn.
 
 Invariant: the tokens sampled are the tokens trained on, with the log-probs they were sampled at.
 Source: arXiv 2605.06850, rollout phase; GRPO groups after arXiv 2402.03300.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,12 +10,10 @@ before anything was evicted, and the survivors' keys and values come out of them
 attend to the prompt's surviving keys and to their own. A record in which nothing is ever evicted
 makes the same code the dense learner, and, without gradients, the dense teacher (track 2).
 
-Invariant: nothing is decided here. The record is an argument and is never derived again, so changed
-weights or a recomputation under gradient checkpointing cannot change the mask.
+Invariant: nothing is decided here. The record is an argument, so neither changed weights nor a
+recomputation under gradient checkpointing can change the mask.
 Source: arXiv 2605.06850, tracks 1 and 2. Differs: one integer a key instead of a T x T mask.
 """
-
-from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +40,7 @@ def visible(evict_at: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
 
 
 def dense_record(evict_at: Tensor) -> Tensor:
-    """The record of a rollout that would have kept everything: same shape, all NEVER."""
+    """A record like this one of a rollout that kept everything."""
     return torch.full_like(evict_at, NEVER)
 
 

@@ -9,8 +9,6 @@ like; a document that spells one is encoded as the letters it is.
 Source: GPT-2's byte map; split pattern, NFC and chat format of the Qwen2, Qwen2.5, Qwen3 folders.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata
@@ -46,7 +44,7 @@ class Tokenizer:
         self._template, self._files = template, files
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, folder: str | Path) -> "Tokenizer":
         """Read a checkpoint folder.
 
         Args:

@@ -9,8 +9,6 @@ Invariant: what step s does is a function of the weights, the seed and s. A run 
 resumed therefore equals the uninterrupted one, and evaluation changes nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

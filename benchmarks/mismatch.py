@@ -6,8 +6,6 @@
 Prints one JSON line a learner. `shadow` replays the record of the rollout, `dense` ignores it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -4,8 +4,6 @@ Source: Cobbe et al., arXiv 2110.14168; the files of github.com/openai/grade-sch
 Invariant: a completion is worth 1.0 or 0.0 and scoring never raises, whatever the model wrote.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

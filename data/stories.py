@@ -6,8 +6,6 @@ arithmetic steps and a last line `#### N`, GSM8K's own answer format. Problem `i
 function of (split, i) alone.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from pathlib import Path
@@ -28,78 +26,61 @@ OPS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.fl
 
 Step = tuple[int, str, int]
 
-# Each kind of story draws its numbers with i(low, high) for an item x and people A, B, C, and
-# returns its facts and question, separated by "|", and its solution steps.
+KINDS = ("trade", "compare", "price", "boxes", "half", "days", "chain", "basket")
 
 
-def _trade(i, x, A, B, C):
-    a, b = i(5, 30), i(2, 20)
-    c = i(2, a + b - 1)
-    return (f"{A} has {a} {x}.|{A} buys {b} more {x}.|Then {A} gives {c} {x} to {B}.|"
-            f"How many {x} does {A} have now?", [(a, "+", b), (a + b, "-", c)])
-
-
-def _compare(i, x, A, B, C):
-    a, b = i(3, 20), i(2, 15)
-    return (f"{A} has {a} {x}.|{B} has {b} more {x} than {A}.|"
-            f"How many {x} do {A} and {B} have together?", [(a, "+", b), (a, "+", a + b)])
-
-
-def _price(i, x, A, B, C):
-    a, b = i(2, 9), i(2, 9)
-    c = i(a * b + 1, a * b + 20)
-    return (f"At the shop {x} cost {a} dollars each.|{A} takes {c} dollars along.|"
-            f"{A} buys {b} {x}.|How many dollars does {A} have left?",
-            [(b, "*", a), (c, "-", a * b)])
-
-
-def _boxes(i, x, A, B, C):
-    a, b = i(2, 9), i(2, 9)
-    c = i(1, a * b - 1)
-    return (f"{A} fills {a} boxes with {b} {x} in each box.|{A} loses {c} {x}.|"
-            f"How many {x} does {A} still have?", [(a, "*", b), (a * b, "-", c)])
-
-
-def _half(i, x, A, B, C):
-    a, b = 2 * i(3, 20), i(2, 20)
-    return (f"{A} has {a} {x}.|{A} gives half of the {x} to {B}.|Then {A} finds {b} {x}.|"
-            f"How many {x} does {A} have in the end?", [(a, "/", 2), (a // 2, "+", b)])
-
-
-def _days(i, x, A, B, C):
-    a, b, c = i(2, 9), i(2, 9), i(2, 20)
-    return (f"{A} starts with {c} {x}.|{A} finds {a} {x} each day.|This goes on for {b} days.|"
-            f"How many {x} does {A} have after that?", [(a, "*", b), (c, "+", a * b)])
-
-
-def _chain(i, x, A, B, C):
-    a, b = i(3, 20), i(4, 15)
-    c = i(2, a + b - 1)
-    return (f"{A} has {a} {x}.|{B} has {b} more {x} than {A}.|{C} has {c} fewer {x} than {B}.|"
-            f"How many {x} do {A} and {C} have together?",
-            [(a, "+", b), (a + b, "-", c), (a, "+", a + b - c)])
-
-
-def _basket(i, x, A, B, C):
-    a, b, p, q = (i(2, 7) for _ in range(4))
-    ap, bq = a * p, b * q
-    c = i(ap + bq + 1, ap + bq + 15)
+def _plot(kind: str, i, x: str, A: str, B: str, C: str) -> tuple[str, list[Step]]:
+    """Facts and question, separated by "|", and solution steps, with numbers from i(low, high)."""
+    match kind:
+        case "trade":
+            a, b = i(5, 30), i(2, 20)
+            c = i(2, a + b - 1)
+            return (f"{A} has {a} {x}.|{A} buys {b} more {x}.|Then {A} gives {c} {x} to {B}.|"
+                    f"How many {x} does {A} have now?", [(a, "+", b), (a + b, "-", c)])
+        case "compare":
+            a, b = i(3, 20), i(2, 15)
+            return (f"{A} has {a} {x}.|{B} has {b} more {x} than {A}.|"
+                    f"How many {x} do {A} and {B} have together?", [(a, "+", b), (a, "+", a + b)])
+        case "price":
+            a, b = i(2, 9), i(2, 9)
+            c = i(a * b + 1, a * b + 20)
+            return (f"At the shop {x} cost {a} dollars each.|{A} takes {c} dollars along.|"
+                    f"{A} buys {b} {x}.|How many dollars does {A} have left?",
+                    [(b, "*", a), (c, "-", a * b)])
+        case "boxes":
+            a, b = i(2, 9), i(2, 9)
+            c = i(1, a * b - 1)
+            return (f"{A} fills {a} boxes with {b} {x} in each box.|{A} loses {c} {x}.|"
+                    f"How many {x} does {A} still have?", [(a, "*", b), (a * b, "-", c)])
+        case "half":
+            a, b = 2 * i(3, 20), i(2, 20)
+            return (f"{A} has {a} {x}.|{A} gives half of the {x} to {B}.|Then {A} finds {b} {x}.|"
+                    f"How many {x} does {A} have in the end?", [(a, "/", 2), (a // 2, "+", b)])
+        case "days":
+            a, b, c = i(2, 9), i(2, 9), i(2, 20)
+            return (f"{A} starts with {c} {x}.|{A} finds {a} {x} each day.|This goes on for {b} "
+                    f"days.|How many {x} does {A} have after that?", [(a, "*", b), (c, "+", a * b)])
+        case "chain":
+            a, b = i(3, 20), i(4, 15)
+            c = i(2, a + b - 1)
+            return (f"{A} has {a} {x}.|{B} has {b} more {x} than {A}.|{C} has {c} fewer {x} than "
+                    f"{B}.|How many {x} do {A} and {C} have together?",
+                    [(a, "+", b), (a + b, "-", c), (a, "+", a + b - c)])
+    a, b, p, q = (i(2, 7) for _ in range(4))  # basket
+    c = i(a * p + b * q + 1, a * p + b * q + 15)
     return (f"{A} buys {a} {x} for {p} dollars each.|Then {A} buys {b} bags for {q} dollars each.|"
             f"{A} had {c} dollars before.|How many dollars does {A} have left?",
-            [(a, "*", p), (b, "*", q), (ap, "+", bq), (c, "-", ap + bq)])
+            [(a, "*", p), (b, "*", q), (a * p, "+", b * q), (c, "-", a * p + b * q)])
 
 
-KINDS = (_trade, _compare, _price, _boxes, _half, _days, _chain, _basket)
-
-
-def story(r: random.Random, distractors: int) -> tuple[str, list[Step], int]:
-    """One problem: its text, its solution steps, and which of `KINDS` it is.
+def story(r: random.Random, distractors: int) -> tuple[str, list[Step], str]:
+    """One problem: its text, its solution steps, and its kind.
 
     `distractors` irrelevant facts, about other people, stand anywhere among the relevant ones.
     """
-    kind = r.randrange(len(KINDS))
+    kind = KINDS[r.randrange(len(KINDS))]
     names, items = r.sample(NAMES, 3 + distractors), r.sample(ITEMS, 3)
-    text, steps = KINDS[kind](r.randint, items[0], *names[:3])
+    text, steps = _plot(kind, r.randint, items[0], *names[:3])
     *facts, question = text.split("|")
     for name in names[3:]:
         place, n, item = r.randint(0, len(facts)), r.randint(2, 30), r.choice(items)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import rollout
 import shadow_mask
 from eviction import DENSE, NEVER, Eviction
 from kvcache import KVCache
@@ -631,8 +632,19 @@ def test_storage_is_flat_and_as_small_as_stated(policy, keep):
         step(torch.zeros(len(LENGTHS) * G, dtype=torch.int64), steps)
 
 
-def test_rollout_states_its_bytes():
+def test_rollout_states_its_bytes_and_positions(monkeypatch):
+    made = []
+
+    class Spy(KVCache):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(rollout, "KVCache", Spy)
     roll = sample(build("qwen2"), make_prompts(), snap(0.5))
+    pos = made[0].pos.sort(-1).values.unflatten(1, (-1, G))  # (L, N, G, Hkv, R)
+    for n, P in enumerate(LENGTHS):  # the last token has a slot but is never fed back
+        assert (pos[:, n] == torch.tensor([-1, *range(P, P + R - 1)])).all()
     slots = len(LENGTHS) * G * R
     kept = 1 + 5 + 12 + 20 + 45 + 150
     assert roll.kv_bytes_peak == 2 * 3 * 2 * 8 * 8 * (kept + slots)
