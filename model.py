@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from errors import BadInput
+from errors import BadInput, read_json
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -210,22 +210,11 @@ def _checkpoint_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{path}: cannot be read as JSON ({e}); expected a Hugging Face checkpoint "
-                       "folder with config.json and *.safetensors") from None
-    if not isinstance(content, dict):
-        raise BadInput(f"{path}: a JSON {type(content).__name__}; expected an object {{...}}")
-    return content
-
-
 def _shards(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    files = _read_json(index).get("weight_map")
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise BadInput(f"{index}: no usable weight_map; expected weight names and their files")
     return [folder / name for name in sorted(set(files.values()))]
@@ -238,7 +227,7 @@ def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -
     BadInput names the file, the weight or the key that is wrong.
     """
     folder = Path(folder)
-    cfg = ModelConfig.from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
+    cfg = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     with torch.device("meta"):
         model = Qwen(cfg)
     shapes = {_checkpoint_name(name): tuple(p.shape) for name, p in model.state_dict().items()}

@@ -9,7 +9,6 @@ like; a document that spells one is encoded as the letters it is.
 Source: GPT-2's byte map; split pattern, NFC and chat format of the Qwen2, Qwen2.5, Qwen3 folders.
 """
 
-import json
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import tiktoken
 
-from errors import BadInput
+from errors import BadInput, read_json
 
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"  # every digit alone
          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -55,12 +54,13 @@ class Tokenizer:
         folder = Path(folder)
         jinja = folder / "chat_template.jinja"
         try:
-            config = _read(folder / "tokenizer_config.json")
-            template = _read(jinja) if jinja.is_file() else config.get("chat_template") or ""
+            config = read_json(folder / "tokenizer_config.json")
+            template = config.get("chat_template") or ""
+            template = jinja.read_text("utf-8") if jinja.is_file() else template
             ranks, control = _tables(folder, config)
             stop_ids = _stop_ids(folder, config, control)
-        except (AttributeError, LookupError, TypeError) as e:
-            raise BadInput(f"{folder}: its tokenizer files are not shaped as Qwen's ({e!r}); "
+        except (AttributeError, LookupError, OSError, TypeError, UnicodeError) as e:
+            raise BadInput(f"{folder}: its tokenizer files are not shaped as Qwen's ({type(e).__name__}: {e}); "
                            "download them again") from e
         files = {n: (folder / n).read_bytes() for n in SAVED if (folder / n).is_file()}
         return cls(ranks, control, stop_ids, template, files)
@@ -111,7 +111,7 @@ def _tables(folder: Path, config: dict) -> tuple[dict[bytes, int], dict[str, int
     """Ids of tokens and of control tokens, from files whose rules are known to be Qwen's."""
     control = {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
     if (folder / "tokenizer.json").is_file():
-        record = _read(folder / "tokenizer.json")
+        record = read_json(folder / "tokenizer.json")
         model, steps = record["model"], record["pre_tokenizer"]["pretokenizers"]
         kind = [model["type"], record["normalizer"], *(s.get("pattern", s["type"]) for s in steps)]
         known = ["BPE", {"type": "NFC"}, {"Regex": SPLIT}, "ByteLevel"]
@@ -119,8 +119,8 @@ def _tables(folder: Path, config: dict) -> tuple[dict[bytes, int], dict[str, int
         vocab, merges = model["vocab"], model["merges"]
     else:
         kind, known = config.get("tokenizer_class", "").removesuffix("Fast"), "Qwen2Tokenizer"
-        vocab, lines = _read(folder / "vocab.json"), _read(folder / "merges.txt").splitlines()
-        merges = [line for line in lines if not line.startswith("#version")]
+        vocab, lines = read_json(folder / "vocab.json"), (folder / "merges.txt").read_text("utf-8")
+        merges = [line for line in lines.splitlines() if not line.startswith("#version")]
     if kind != known:
         raise BadInput(f"{folder}: its tokenizer is {kind}, expected {known}; "
                        "use an unmodified Qwen2, Qwen2.5 or Qwen3 checkpoint")
@@ -145,14 +145,6 @@ def _stop_ids(folder: Path, config: dict, control: dict[str, int]) -> set[int]:
     names = {config.get("eos_token"), *({"<|im_end|>", "<|endoftext|>"} & control.keys())}
     stop_ids = {control[name] for name in names - {None}}
     for path in (folder / "generation_config.json", folder / "config.json"):
-        ids = _read(path).get("eos_token_id") if path.is_file() else None
+        ids = read_json(path).get("eos_token_id") if path.is_file() else None
         stop_ids.update(ids if isinstance(ids, list) else [ids])
     return stop_ids - {None}
-
-
-def _read(path: Path) -> dict | str:
-    try:
-        text = path.read_text("utf-8")
-        return json.loads(text) if path.suffix == ".json" else text
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{path} cannot be read ({e}); give the folder of a whole checkpoint") from e
