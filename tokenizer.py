@@ -60,8 +60,8 @@ class Tokenizer:
             ranks, control = _tables(folder, config)
             stop_ids = _stop_ids(folder, config, control)
         except (AttributeError, LookupError, OSError, TypeError, UnicodeError) as e:
-            raise BadInput(f"{folder}: its tokenizer files are not shaped as Qwen's ({type(e).__name__}: {e}); "
-                           "download them again") from e
+            raise BadInput(f"{folder}: its tokenizer files are not shaped as Qwen's "
+                           f"({type(e).__name__}: {e}); download them again") from e
         files = {n: (folder / n).read_bytes() for n in SAVED if (folder / n).is_file()}
         return cls(ranks, control, stop_ids, template, files)
 

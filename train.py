@@ -1,9 +1,7 @@
 """Train with Shadow Mask Distillation: `python train.py --task gsm8k`.
 
 The loop, once a step: sample a batch of groups under the evicting cache (`rollout`), reward them
-(`data/`), accumulate the gradient of the replayed pass (`grpo`), update (`optim`), log. A run
-writes out/<run>/: config.json, metrics.jsonl (a line a step), samples.jsonl, summary.json, and the
-last checkpoint, a Hugging Face folder with the optimiser's state.
+(`data/`), accumulate the gradient of the replayed pass (`grpo`), update (`optim`), log.
 
 Invariant: what step s does is a function of the weights, the seed and s. A run that was killed and
 resumed therefore equals the uninterrupted one, and evaluation changes nothing.
@@ -35,9 +33,6 @@ from rollout import Rollout, generate
 from tokenizer import Tokenizer
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row that end a run
-
-
-# ---- what a run writes --------------------------------------------------------------------------
 
 
 def open_run(cfg: Config) -> Path:
@@ -92,13 +87,6 @@ def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: Ma
             shutil.rmtree(old)
 
 
-def last_checkpoint(out: Path) -> Path:
-    found = sorted(out.glob("checkpoint-*"))
-    if not found:
-        raise BadInput(f"--resume: {out} holds no checkpoint; start it again with --overwrite")
-    return found[-1]
-
-
 def keep_lines(path: Path, steps: int) -> None:
     """Drop the log lines of steps that will be done again after a resume."""
     if path.exists():
@@ -128,9 +116,6 @@ def phase(device: str):
     elif status.exists():
         seen["bytes"] = 1024 * int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1])
     seen["sec"] = time.perf_counter() - start
-
-
-# ---- the loop -----------------------------------------------------------------------------------
 
 
 def batch_of_step(encoded: Encoded, cfg: Config, step: int) -> Encoded:
@@ -185,7 +170,9 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
 
 def run(cfg: Config) -> None:
     begin, first = time.time(), 0
-    checkpoint = last_checkpoint(Path(cfg.out)) if cfg.resume else None
+    checkpoint = max(Path(cfg.out).glob("checkpoint-*"), default=None) if cfg.resume else None
+    if cfg.resume and not checkpoint:
+        raise BadInput(f"--resume: {cfg.out} holds no checkpoint; start again with --overwrite")
     tok, model = load(cfg, checkpoint)
     control = load(cfg)[1] if cfg.control else None
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
