@@ -11,11 +11,12 @@ import math
 import sys
 
 import torch
+from torch import Tensor
 
 from config import Config, parse
 from data import gsm8k, stories
 from errors import BadInput, run_cli
-from eviction import DENSE
+from eviction import DENSE, Eviction
 from model import DTYPES, Qwen, load_model
 from rollout import Rollout, generate
 from tokenizer import Tokenizer
@@ -53,11 +54,22 @@ def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
     return encoded
 
 
-def completions(rollout: Rollout, tok: Tokenizer) -> list[list[str]]:
-    """The text of each sample, (N, G); the stop token is a control token and leaves no text."""
-    N, G = rollout.lengths.shape
-    return [[tok.decode(rollout.tokens[n, g, : rollout.lengths[n, g]].tolist()) for g in range(G)]
-            for n in range(N)]
+def respond(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Config, *, step: int = 0,
+            greedy: Eviction | None = None) -> tuple[Rollout, list[list[str]], Tensor]:
+    """Sample groups as the config says, or one greedy response under another cache; and reward.
+
+    Returns:
+        the rollout, its texts (N, G) without stop tokens, its rewards (N, G) float32.
+    """
+    G, temperature = (1, 0.0) if greedy else (cfg.group, cfg.temperature)
+    rollout = generate(model, [ids for _, ids in encoded], sequence=[p.index for p, _ in encoded],
+                       G=G, max_new=cfg.max_new, stop_ids=tok.stop_ids, seed=cfg.seed, step=step,
+                       eviction=greedy or cfg.eviction(), temperature=temperature)
+    texts = [[tok.decode(rollout.tokens[n, g, : rollout.lengths[n, g]].tolist()) for g in range(G)]
+             for n in range(len(encoded))]
+    rewards = [[gsm8k.reward(text, p) for text in group]
+               for group, (p, _) in zip(texts, encoded, strict=True)]
+    return rollout, texts, torch.tensor(rewards, device=rollout.lengths.device)
 
 
 def wilson(k: float, n: int) -> tuple[float, float]:
@@ -69,20 +81,14 @@ def wilson(k: float, n: int) -> tuple[float, float]:
 
 def evaluate(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Config) -> dict[str, dict]:
     """For the dense and the evicted cache: greedy accuracy, its interval, n, share truncated."""
-    out = {}
+    out, n = {}, len(encoded)
     for name, eviction in (("dense", DENSE), ("evicted", cfg.eviction())):
         right = truncated = 0.0
-        for i in range(0, len(encoded), BATCH):
-            part = encoded[i : i + BATCH]
-            rollout = generate(model, [ids for _, ids in part], sequence=[p.index for p, _ in part],
-                               G=1, max_new=cfg.max_new, stop_ids=tok.stop_ids, eviction=eviction,
-                               temperature=0.0)
-            texts = completions(rollout, tok)
-            right += sum(gsm8k.reward(x[0], p) for x, (p, _) in zip(texts, part, strict=True))
-            truncated += float((~rollout.stopped).sum())
-        n = len(encoded)
-        out[name] = {"accuracy": right / n, "interval": wilson(right, n), "n": n,
-                     "truncated": truncated / n}
+        for i in range(0, n, BATCH):
+            rollout, _, rewards = respond(model, tok, encoded[i : i + BATCH], cfg, greedy=eviction)
+            right, truncated = right + rewards.sum(), truncated + (~rollout.stopped).sum()
+        out[name] = {"accuracy": float(right) / n, "interval": wilson(float(right), n), "n": n,
+                     "truncated": float(truncated) / n}
     return out
 
 

@@ -23,13 +23,11 @@ import torch
 from tqdm import tqdm
 
 from config import Config, parse
-from data import gsm8k
 from errors import BadInput, run_cli
-from eval import Encoded, completions, describe, evaluate, load, load_problems
+from eval import Encoded, describe, evaluate, load, load_problems, respond
 from grpo import advantages, backward
 from model import Qwen, save_model
 from optim import MasterAdamW
-from rollout import Rollout, generate
 from tokenizer import Tokenizer
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row that end a run
@@ -126,23 +124,11 @@ def batch_of_step(encoded: Encoded, cfg: Config, step: int) -> Encoded:
     return [encoded[order[place // len(encoded)][place % len(encoded)]] for place in places]
 
 
-def sample(model: Qwen, tok: Tokenizer, batch: Encoded, cfg: Config, step: int,
-           ) -> tuple[Rollout, list[list[str]], torch.Tensor]:
-    """Rollout of a step's prompts, its texts and rewards (N, G)."""
-    rollout = generate(model, [ids for _, ids in batch], sequence=[p.index for p, _ in batch],
-                       G=cfg.group, max_new=cfg.max_new, stop_ids=tok.stop_ids, step=step,
-                       eviction=cfg.eviction(), temperature=cfg.temperature, seed=cfg.seed)
-    texts = completions(rollout, tok)
-    rewards = [[gsm8k.reward(text, p) for text in group]
-               for group, (p, _) in zip(texts, batch, strict=True)]
-    return rollout, texts, torch.tensor(rewards, device=rollout.lengths.device)
-
-
 def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, cfg: Config,
                step: int) -> tuple[dict, list[dict]]:
     """One update; returns its metrics and its samples."""
     with phase(cfg.device) as rolled:
-        rollout, texts, rewards = sample(model, tok, batch, cfg, step)
+        rollout, texts, rewards = respond(model, tok, batch, cfg, step=step)
     with phase(cfg.device) as learned:
         metrics = backward(model, rollout, rewards, cfg.objective())
         norm = optim.step(finite=math.isfinite(metrics["loss"]))
@@ -162,8 +148,7 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
     samples = [{"step": step + 1, "problem": p.index, "sample": g, "prompt": p.prompt,
                 "completion": texts[n][g], "reward": float(rewards[n, g]),
                 "advantage": float(advantage[n, g]), "prompt_tok": len(ids),
-                "response_tok": int(rollout.lengths[n, g]),
-                "stopped": bool(rollout.stopped[n, g])}
+                "response_tok": int(rollout.lengths[n, g]), "stopped": bool(rollout.stopped[n, g])}
                for n, (p, ids) in enumerate(batch) for g in range(cfg.group)]
     return metrics, samples
 
@@ -203,7 +188,8 @@ def run(cfg: Config) -> None:
         batch, done = batch_of_step(train, cfg, step), step + 1
         metrics, samples = train_step(model, optim, tok, batch, cfg, step)
         if control is not None:
-            metrics["reward/control_mean"] = float(sample(control, tok, batch, cfg, step)[2].mean())
+            rewards = respond(control, tok, batch, cfg, step=step)[2]
+            metrics["reward/control_mean"] = float(rewards.mean())
         if cfg.eval_every and done % cfg.eval_every == 0:
             during = evaluate(model, tok, test[: cfg.eval_during], cfg)
             metrics |= {f"eval/{name}": x["accuracy"] for name, x in during.items()}

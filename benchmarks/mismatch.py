@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from config import parse  # noqa: E402
 from errors import run_cli  # noqa: E402
-from eval import FLAGS, load, load_problems  # noqa: E402
+from eval import FLAGS, load, load_problems, respond  # noqa: E402
 from grpo import group_terms, mismatch  # noqa: E402
-from rollout import generate  # noqa: E402
 
 
 def main() -> None:
@@ -29,9 +28,7 @@ def main() -> None:
     tok, model = load(cfg)
     encoded = load_problems(cfg, "test", tok)[: cfg.prompts]
     start = time.perf_counter()
-    rollout = generate(model, [ids for _, ids in encoded], G=cfg.group, max_new=cfg.max_new,
-                       sequence=[p.index for p, _ in encoded], stop_ids=tok.stop_ids, seed=cfg.seed,
-                       eviction=cfg.eviction(), temperature=cfg.temperature)
+    rollout, _, _ = respond(model, tok, encoded, cfg)
     row = {key: getattr(cfg, key) for key in ("task", "policy", "keep", "dtype")}
     row |= {"tokens": int(rollout.mask.sum()), "kv_bytes": rollout.kv_bytes_peak,
             "kv_bytes_dense": rollout.kv_bytes_dense,
