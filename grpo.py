@@ -2,10 +2,9 @@
 
     maximise  E[ L_GRPO(pi(y|x,M)) - lam * KL( sg[pi(y|x)] || pi(y|x,M) ) ]
 
-The masked pass is track 1, the dense pass of the same weights without gradients is the teacher of
-track 2. Both terms are sums over tokens with the same weights, fixed for the whole optimiser step
-before the first backward pass, so gradients do not depend on how the step is split. With one
-update a rollout the ratio is exactly 1 and the policy loss near 0; its gradient is not.
+Track 1 is the masked pass; the teacher of track 2 is a dense pass of the same weights. Both terms
+are sums over tokens with weights fixed for the whole optimiser step, so gradients do not depend on
+how it is split. With one update a rollout the ratio is 1 and the policy loss, not its gradient, 0.
 
 Sources: SMD arXiv 2605.06850; GRPO arXiv 2402.03300, section 4.1; DAPO arXiv 2503.14476 (token
 mean); Dr. GRPO arXiv 2503.20783 (constant denominator, no division by the deviation).
@@ -39,10 +38,8 @@ class Objective:
 
 
 def advantages(rewards: Tensor, *, scale: bool) -> Tensor:
-    """Rewards (N, G) minus their group's mean; exactly 0 in a group of equal rewards.
-
-    `scale` divides by the group's unbiased standard deviation + 1e-6; Dr. GRPO does not.
-    """
+    """Rewards (N, G) minus their group's mean, exactly 0 if all are equal; `scale` divides by the
+    group's unbiased standard deviation + 1e-6."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     if scale:
         centred = centred / (rewards.std(dim=1, keepdim=True) + 1e-6)
@@ -61,8 +58,7 @@ def token_weights(mask: Tensor, loss: str) -> Tensor:
         mask: (N, G, R) bool, the active tokens of the whole optimiser step.
         loss: "grpo": mean over the tokens of a sequence, then over sequences; "dapo": mean over
             all tokens; "dr_grpo": sum over tokens / (sequences * R).
-    Returns:
-        (N, G, R) float32; all 0 where nothing is active.
+    Returns: (N, G, R) float32; all 0 where nothing is active.
     """
     N, G, R = mask.shape
     active = mask.float()
@@ -73,10 +69,8 @@ def token_weights(mask: Tensor, loss: str) -> Tensor:
 
 
 def policy_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, eps_low: float, eps_high: float):
-    """Clipped surrogate of each token (to be minimised), and whether the clip decided it.
-
-    Args: logp, old_logp, advantage: (...,), broadcastable. Returns: loss, clipped (bool).
-    """
+    """Clipped surrogate of each token (to be minimised), and whether the clip decided it; of
+    broadcastable logp, old_logp, advantage."""
     ratio = (logp - old_logp).exp()
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     plain, clipped = ratio * advantage, clipped * advantage
@@ -90,13 +84,10 @@ def token_terms(model: Qwen, hidden: Tensor, teacher: Tensor | None, tokens: Ten
     Logits exist for one chunk of tokens at a time and are recomputed in the backward pass.
 
     Args:
-        hidden: (M, C), what predicts each token.
+        hidden: (M, C), what predicts each of the `tokens` (M,).
         teacher: (M, C) from the dense pass, without gradient; None = no KL.
-        tokens: (M,) int64.
-    Returns:
-        logp, entropy (detached), kl = KL(sg[dense] || shadow) over the full vocabulary; each (M,).
+    Returns: logp, entropy (detached), KL(sg[dense] || shadow) over the vocabulary; each (M,).
     """
-
     def chunk(hidden: Tensor, tokens: Tensor, teacher: Tensor | None):
         z = model.logits(hidden) / temperature
         logp = z.log_softmax(-1)  # (m, V)
@@ -123,12 +114,10 @@ def group_terms(model: Qwen, rollout: Rollout, n: int, samples: slice, *, temper
 
     `replay=False` is the dense learner: the same pass with a record of nothing evicted.
     """
-    mask = rollout.mask[n, samples]
-    R = int(rollout.lengths[n, samples].max())
-    prompt, tokens, mask = rollout.prompts[n], rollout.tokens[n, samples, :R], mask[:, :R]
-    P = len(prompt)
+    P, R = len(rollout.prompts[n]), int(rollout.lengths[n, samples].max())
+    tokens, mask = rollout.tokens[n, samples, :R], rollout.mask[n, samples, :R]
     record = rollout.evict_at[n][:, samples, :, : P + R]
-    ids, pos, row = pack(prompt, tokens)
+    ids, pos, row = pack(rollout.prompts[n], tokens)
     attend = Replay(record if replay else dense_record(record), P)
     hidden = model(ids, pos, attend)[0]
     teacher = None
@@ -146,10 +135,8 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
 
     Args:
         rewards: (N, G) float.
-        old_logp: (N, G, R) log-probs of the policy before the step; None = of the current weights,
-            for the first update of a rollout.
-    Returns:
-        metrics named as in README.md; `loss` is NaN if any token's loss was.
+        old_logp: (N, G, R) of the policy before the step; None = the current one (first update).
+    Returns: metrics named as in README.md; `loss` is NaN if any token's loss was.
     """
     o = objective
     N, G, _ = rollout.tokens.shape
@@ -183,10 +170,8 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
 
 
 def mismatch(difference: Tensor) -> dict[str, float]:
-    """Statistics of (learner_logp - rollout_logp) over tokens (M,), from raw values.
-
-    `kl` is the k3 estimate of KL(sampler || learner), E[r - 1 - log r] with r = learner / sampler.
-    """
+    """Statistics of raw (learner_logp - rollout_logp) over tokens (M,); `kl` is the k3 estimate of
+    KL(sampler || learner), E[r - 1 - log r] with r = learner / sampler."""
     d = difference.double() if len(difference) else torch.zeros(1, dtype=torch.float64)
     return {"mismatch/logp_abs_mean": float(d.abs().mean()),
             "mismatch/logp_abs_max": float(d.abs().max()),

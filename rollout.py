@@ -1,9 +1,8 @@
 """The sampler: prefill each prompt once, decode its G samples together, record what was seen.
 
 Randomness is a function of (seed, step, prompt, sample, token): one uniform number a token, from a
-generator of its own for each sample, inverted through the cumulative distribution. So the batch,
-its order and what ran before do not change a sample, and a resumed run draws what the
-uninterrupted one would have drawn.
+generator of its own for each sample, inverted through the cumulative distribution. So neither the
+batch nor what ran before changes a sample, and a resumed run draws what it would have drawn.
 
 Invariant: the tokens sampled are the tokens trained on, with the log-probs they were sampled at.
 Source: arXiv 2605.06850, rollout phase; GRPO groups after arXiv 2402.03300.
@@ -23,10 +22,8 @@ from model import Qwen
 
 @dataclass(frozen=True)
 class Rollout:
-    """N prompts with G samples each, of up to R response tokens.
-
-    Masks come from `lengths`, never from token values: padding may equal a stop token.
-    """
+    """N prompts with G samples each, of up to R response tokens. Masks come from `lengths`, never
+    from token values: padding may equal a stop token."""
 
     sequence: list[int]  # N, identity of each prompt
     prompts: list[Tensor]  # N tensors (P_n,) int64
@@ -56,14 +53,12 @@ def uniforms(seed: int, step: int, sequence: int, sample: int, R: int) -> np.nda
 
 
 def choose(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Pick a token a row and tell its log-prob at that temperature.
+    """Pick a token a row: int64 (B,), and its log-prob (B,) in the dtype of the logits.
 
     Args:
         logits: (B, V) float32 or wider.
         temperature: 0 = greedy, whose log-prob is reported at temperature 1.
         u: (B,) float64 in [0, 1).
-    Returns:
-        token (B,) int64 and logp (B,) in the dtype of the logits.
     """
     logp = (logits / (temperature or 1.0)).log_softmax(-1)
     if temperature == 0:
@@ -85,16 +80,13 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
     Args:
         prompts: N token sequences, none empty. No padding: each is prefilled by itself.
         sequence: N identities (the prompt's index in its data set); they key the randomness.
-        G: samples a prompt.
         max_new: R, response tokens at most.
         stop_ids: a sample ends with the first of these, which belongs to it.
-        temperature: of the softmax; 0 = greedy.
     """
     assert len(prompts) == len(sequence) and all(len(p) > 0 for p in prompts)
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
     ids = [torch.tensor(p, dtype=torch.int64, device=device) for p in prompts]
-    lens = [len(p) for p in prompts]
-    N, R, B = len(ids), max_new, len(ids) * G
+    lens, N, R, B = [len(p) for p in prompts], len(ids), max_new, len(ids) * G
     # The last token is sampled but never fed back, yet it has a slot: the formula stays plain.
     cache = KVCache(model.cfg, lens, G, R, eviction=eviction, dtype=dtype, device=device)
     hidden = []
@@ -122,8 +114,7 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
         logits = model.logits(model(tokens[:, t : t + 1], pos[:, None], cache.decode(pos))[:, 0])
         pos = pos + 1
 
-    kept = sum(eviction.budget(P) for P in lens)
-    itemsize = cache.k.element_size()
+    kept, itemsize = sum(eviction.budget(P) for P in lens), dtype.itemsize
     assert cache.kv_bytes == kv_bytes(model.cfg, kept, B * R, itemsize), "storage grew"
     return Rollout(
         sequence=list(sequence), prompts=ids, tokens=tokens.view(N, G, R),

@@ -6,9 +6,8 @@ learner's `attend` that applies it to one packed group,
     row = [ prompt (P) | response 1 (R) | ... | response G (R) ]   each response at positions P..
 
 so linear layers see P + G R tokens instead of G (P + R). Prompt rows are dense: they were computed
-before anything was evicted, and the survivors' keys and values come out of them. Response rows
-attend to the prompt's surviving keys and to their own. A record in which nothing is ever evicted
-makes the same code the dense learner, and, without gradients, the dense teacher (track 2).
+before anything was evicted. Response rows attend to the prompt's surviving keys and to their own.
+With a record of nothing evicted the same code is the dense learner, and the teacher of track 2.
 
 Invariant: nothing is decided here. The record is an argument, so neither changed weights nor a
 recomputation under gradient checkpointing can change the mask.
@@ -45,11 +44,8 @@ def dense_record(evict_at: Tensor) -> Tensor:
 
 
 def pack(prompt: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay a group out as one row.
+    """Lay a group out as one row: prompt (P,) and sampled tokens (G, R), int64.
 
-    Args:
-        prompt: (P,) int64.
-        tokens: (G, R) int64, sampled tokens; what pads a shorter response does not matter.
     Returns:
         ids and pos, both (1, P + G * R) int64; and (G, R) int64, the row that predicts each token:
         the last prompt row for the first token, the token before for the others.
@@ -69,9 +65,9 @@ class Replay:
     Args:
         evict_at: (L, G, Hkv, P + R) int32, the record.
         P: prompt tokens.
-        prompt_kv: the prompt's keys and values of every layer, (1, Hkv, P, D) each, from a `Replay`
-            of the same weights; the row then holds the responses alone. Prompt rows are the same
-            in the masked and in the dense pass, so the teacher need not compute them again.
+        prompt_kv: the prompt's keys and values of each layer, (1, Hkv, P, D), from a `Replay` of
+            the same weights. The row then holds the responses alone: prompt rows are the same in
+            the masked and in the dense pass.
     """
 
     def __init__(self, evict_at: Tensor, P: int, *,
@@ -110,15 +106,13 @@ class Replay:
         k, v = (x[0].view(Hkv, G, R, D).transpose(0, 1) for x in (k, v))  # (G, Hkv, R, D)
         step = max(1, MASK_ELEMENTS // (Hkv * R * (K + R)))  # samples at a time
         out = []
-        for g in range(0, G, step):
-            s = slice(g, min(g + step, G))
-            n = s.stop - s.start
+        for s in (slice(g, min(g + step, G)) for g in range(0, G, step)):
             mask = visible(until[s], own_pos, k_pos)  # (n, Hkv, R, K + R)
-            keys = torch.cat((prompt_k.expand(n, -1, -1, -1), k[s]), dim=2)
-            values = torch.cat((prompt_v.expand(n, -1, -1, -1), v[s]), dim=2)
             # A KV head becomes a batch row, so the query heads of its group share keys and mask.
-            keys, values = (x.flatten(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
-                            for x in (keys, values))
+            keys, values = (
+                torch.cat((of_prompt.expand(len(mask), -1, -1, -1), own[s]), dim=2)
+                .flatten(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
+                for of_prompt, own in ((prompt_k, k), (prompt_v, v)))
             out.append(F.scaled_dot_product_attention(
                 q[s].flatten(0, 1), keys, values, attn_mask=mask.flatten(0, 1).unsqueeze(1)))
         o = torch.cat(out).view(G, Hkv, groups, R, D)
