@@ -1,16 +1,14 @@
 """Every flag of the programs: one frozen dataclass; flags are its fields in kebab-case.
 
-`None` means: depends on the model, see `DEFAULTS`. An unknown flag is an error, and what was
-resolved is what is printed and saved.
+`None` depends on the model, see `DEFAULTS`. What was resolved is what is printed and saved.
 """
 
 import argparse
 import dataclasses
 import math
-import time
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import datetime
 
 import torch
 
@@ -44,7 +42,7 @@ class Config:
     keep: float = flag(0.5, "share of a prompt's keys kept, in (0, 1]")
     sinks: int = flag(4, "first positions that are never evicted")
     window: int = flag(32, "newest prompt positions that are never evicted")
-    lam: float | None = flag(None, "weight of the distillation KL")
+    lam: float = flag(0.1, "weight of the distillation KL")
     loss: str = flag("dapo", "token weighting", list(LOSSES))
     eps_low: float = flag(0.2, "lower clip of the ratio")
     eps_high: float = flag(0.2, "upper clip of the ratio")
@@ -63,8 +61,8 @@ class Config:
     def __post_init__(self) -> None:
         least = {"group": 2, "prompts": 1, "max_prompt": 1, "max_new": 1, "eval_during": 1}
         for f in dataclasses.fields(self):
-            name, value, low = f"--{f.name.replace('_', '-')}", getattr(self, f.name), least.get(
-                f.name, 0)
+            name, value = f"--{f.name.replace('_', '-')}", getattr(self, f.name)
+            low = least.get(f.name, 0)
             if isinstance(value, (int, float)) and not low <= value < math.inf:
                 why = "; a group of 1 has no advantage" if f.name == "group" else ""
                 raise BadInput(f"{name} {value}: expected a number of at least {low}{why}")
@@ -72,8 +70,8 @@ class Config:
                 raise BadInput(f"{name} {value}: expected a positive number")
         if self.resume and (self.out is None or self.overwrite):
             raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
-        if self.device in ("cuda", "mps") and not getattr(torch, self.device).is_available():
-            raise BadInput(f"--device {self.device}: torch sees no such device; use --device cpu")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise BadInput("--device cuda: torch sees no CUDA device; use --device cpu")
         self.eviction()  # checks its own flags
 
     def eviction(self) -> Eviction:
@@ -85,9 +83,8 @@ class Config:
 
 
 # What a flag that was not given becomes: (embedded model, real model).
-DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lam": (0.1, 0.1), "lr": (1e-4, 1e-6),
-            "checkpointing": (False, True), "control": (True, False),
-            "dtype": ("float32", "bfloat16")}
+DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lr": (1e-4, 1e-6), "control": (True, False),
+            "checkpointing": (False, True), "dtype": ("float32", "bfloat16")}
 
 
 def resolve(cfg: Config) -> Config:
@@ -96,9 +93,7 @@ def resolve(cfg: Config) -> Config:
     if cfg.device == "auto":
         given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     if cfg.out is None:
-        name, n = f"out/{cfg.task}-{time.strftime('%Y%m%d-%H%M%S')}", 1
-        while Path(given.setdefault("out", name)).exists():
-            given["out"], n = f"{name}-{n + 1}", n + 1
+        given["out"] = f"out/{cfg.task}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     return dataclasses.replace(cfg, **given)
 
 

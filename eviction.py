@@ -6,7 +6,6 @@ not replay that. `evict` turns a score into a decision, frees the slots and reco
     evict_at[.., j] = first query position that can no longer see key j   (NEVER if it stays)
 
 Invariant: eviction is permanent, so this one integer a key says all there is to say.
-Source: arXiv 2605.06850, rollouts with a compressed cache.
 """
 
 from collections.abc import Callable
@@ -72,10 +71,10 @@ class Seen:
 
 
 def snapkv(seen: Seen) -> Tensor:
-    """Attention that the last W queries pay to a key and its neighbours (SnapKV, arXiv 2404.14469).
+    """Attention of the last W queries to a key and its neighbours (SnapKV, arXiv 2404.14469).
 
-    Differs: averaged over the query heads of a group, as the cache is per KV head; maximum pooling
-    of width 7 (average pooling pads with zeros and so votes against the sinks).
+    Differs: mean over the query heads of a group, as the cache is per KV head; maximum pooling of
+    width 7 (average pooling pads with zeros and so votes against the sinks).
     """
     W = seen.q.shape[2]
     score = seen.attention().mean(dim=(2, 3))  # (B, Hkv, S)

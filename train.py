@@ -61,12 +61,10 @@ def open_run(cfg: Config) -> Path:
 
 
 def _commit() -> str:
-    """The commit of this code, "-dirty" if changed; "unknown" outside a git checkout."""
-    try:
-        return subprocess.run(["git", "describe", "--always", "--dirty"], text=True, check=True,
-                              cwd=Path(__file__).parent, capture_output=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    """The commit of this code, "-dirty" if changed; "" outside a git checkout."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent,
+                              text=True, capture_output=True).stdout.strip()
 
 
 def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: MasterAdamW,
@@ -100,8 +98,7 @@ def append(path: Path, rows: list[dict]) -> None:
 
 @contextlib.contextmanager
 def phase(device: str):
-    """Measure a phase: `sec`, and peak `bytes` (CUDA: allocated by torch; Linux: resident set of
-    the process, the model included; elsewhere 0 = unknown)."""
+    """`sec` and peak `bytes` of a phase (CUDA: allocated by torch; Linux: resident; else 0)."""
     status, seen, start = Path("/proc/self/status"), {"bytes": 0}, time.perf_counter()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -142,8 +139,7 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
         "mem/rollout_bytes_peak": rolled["bytes"], "mem/learner_bytes_peak": learned["bytes"],
         "time/rollout_sec": rolled["sec"], "time/learn_sec": learned["sec"],
         "tok/rollout_per_sec": tokens / rolled["sec"],
-        "tok/learn_per_sec": metrics.pop("tok/learn") / learned["sec"],
-    }
+        "tok/learn_per_sec": metrics.pop("tok/learn") / learned["sec"]}
     advantage = advantages(rewards, scale=cfg.loss != "dr_grpo")
     samples = [{"step": step + 1, "problem": p.index, "sample": g, "prompt": p.prompt,
                 "completion": texts[n][g], "reward": float(rewards[n, g]),
@@ -177,8 +173,8 @@ def run(cfg: Config) -> None:
         for name in ("metrics.jsonl", "samples.jsonl"):
             keep_lines(out / name, first)
     if cfg.model is None:
-        print("model: the small one embedded in data/, on generated GSM8K-style stories; for a "
-              "real one: --model FOLDER (a Qwen2.5 or Qwen3 checkpoint), on GSM8K itself")
+        print("the model embedded in data/, on generated GSM8K-style stories; for a real one, on "
+              "GSM8K itself: --model FOLDER (a Qwen2.5 or Qwen3 checkpoint)")
     print(json.dumps(dataclasses.asdict(cfg)))
     if cfg.limit and state["before"] is None:
         state["before"] = evaluate(model, tok, test[: cfg.limit], cfg)
