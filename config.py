@@ -93,7 +93,7 @@ def resolve(cfg: Config) -> Config:
     if cfg.device == "auto":
         given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     if cfg.out is None:
-        given["out"] = f"out/{cfg.task}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        given["out"] = f"out/{cfg.task}-{datetime.now():%Y%m%d-%H%M%S-%f}"  # new for each run
     return dataclasses.replace(cfg, **given)
 
 

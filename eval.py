@@ -36,11 +36,8 @@ def load(cfg: Config, folder: str | None = None) -> tuple[Tokenizer, Qwen]:
 
 
 def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
-    """The task's problems: generated stories for the embedded model, GSM8K for a real one.
-
-    Raises:
-        BadInput: a prompt is longer than `max_prompt`; it is never cut.
-    """
+    """The task's problems: generated stories for the embedded model, GSM8K for a real one. A prompt
+    longer than `max_prompt` is BadInput, never cut."""
     embedded = cfg.model is None and cfg.data_dir is None
     problems = stories.load(split) if embedded else gsm8k.load(split, cfg.data_dir, shots=cfg.shots)
     encoded = [(p, tok.chat(p.prompt)) for p in problems]
@@ -49,18 +46,14 @@ def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
             raise BadInput(f"{split} problem {p.index}: prompt of {len(ids)} tokens; expected at "
                            f"most --max-prompt {cfg.max_prompt}; raise it or use fewer --shots")
     if split == "test" and cfg.limit > len(encoded):
-        raise BadInput(f"--limit {cfg.limit}: expected at most {len(encoded)}, the test problems "
-                       "there are")
+        raise BadInput(f"--limit {cfg.limit}: expected at most {len(encoded)}, all test problems")
     return encoded
 
 
 def respond(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Config, *, step: int = 0,
             greedy: Eviction | None = None) -> tuple[Rollout, list[list[str]], Tensor]:
-    """Sample groups as the config says, or one greedy response under another cache; and reward.
-
-    Returns:
-        the rollout, its texts (N, G) without stop tokens, its rewards (N, G) float32.
-    """
+    """Sample groups as the config says, or one greedy response under another cache. Returns the
+    rollout, its texts (N, G) without stop tokens, and its rewards (N, G) float32."""
     G, temperature = (1, 0.0) if greedy else (cfg.group, cfg.temperature)
     rollout = generate(model, [ids for _, ids in encoded], sequence=[p.index for p, _ in encoded],
                        G=G, max_new=cfg.max_new, stop_ids=tok.stop_ids, seed=cfg.seed, step=step,

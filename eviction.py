@@ -23,7 +23,6 @@ NEVER = 2**31 - 1
 @dataclass(frozen=True)
 class Eviction:
     """What the rollout may keep of a prompt."""
-
     policy: str = "snapkv"  # a name of `POLICIES`
     keep: float = 0.5  # share of the prompt's keys that stay in each layer and KV head
     sinks: int = 4  # first positions, always kept (attention sinks, arXiv 2309.17453)
@@ -42,8 +41,6 @@ class Eviction:
 
     def budget(self, P: int) -> int:
         """How many of a prompt's P keys stay in each layer and KV head."""
-        if self.keep == 1:
-            return P
         nearest = int(self.keep * P + 0.5 + 1e-9)  # 0.7 * 45 is 31.499999999999996
         return min(P, max(nearest, self.sinks + self.window))
 
@@ -51,7 +48,6 @@ class Eviction:
 @dataclass(frozen=True)
 class Seen:
     """What a policy may look at: one layer, right after the query at `pos.max()` has attended."""
-
     q: Tensor  # (B, Hq, W, D) the last W queries, rotated, in position order
     k: Tensor  # (B, Hkv, S, D) keys, rotated, in position order
     pos: Tensor  # (B, Hkv, S) int64
@@ -104,8 +100,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 POLICIES: dict[str, Callable[[Seen], Tensor]] = {
-    "snapkv": snapkv, "recent": recent, "random": random,
-}
+    "snapkv": snapkv, "recent": recent, "random": random}
 DENSE = Eviction(keep=1.0)  # a full cache
 
 
@@ -116,22 +111,20 @@ def evict(score: Tensor, pos: Tensor, evict_at: Tensor, *, t: int, budget: int, 
     Positions below `sinks` and the newest `window` stay whatever their score; the rest compete;
     ties go to the newer key and NaN loses. The int64 key (score, pos) has no ties and, unlike
     "protected = maximum + 1", loses nothing to rounding.
-
     Args:
         score: (B, Hkv, S), any float dtype; higher stays.
         pos: (B, Hkv, S) int64, position held by each slot, -1 = free. Evicted slots become -1.
         evict_at: (B, Hkv, T) int32, the record; evicted positions become t + 1.
         t: position of the query that has just attended.
     """
-    B, Hkv, S = pos.shape
     assert score.shape == pos.shape, (score.shape, pos.shape)
-    score = score.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    bits = (score + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    score = score.float().masked_fill(score.isnan(), -torch.inf) + 0.0  # -0.0 + 0.0 is 0.0
+    bits = score.view(torch.int32)
     key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # in the order of the scores
     key = key.masked_fill((pos < sinks) | (pos > t - window), NEVER)  # above +inf
     key = ((key << 32) + pos).masked_fill(pos < 0, torch.iinfo(torch.int64).min)
     kept = torch.zeros_like(pos, dtype=torch.bool)
-    kept.scatter_(-1, key.topk(min(budget, S)).indices, True)
+    kept.scatter_(-1, key.topk(min(budget, pos.shape[-1])).indices, True)
     gone = ~kept & (pos >= 0)
     record = torch.where(gone, t + 1, NEVER).to(torch.int32)
     evict_at.scatter_reduce_(-1, pos.clamp(min=0), record, "amin")

@@ -28,7 +28,6 @@ LOGIT_BYTES = 2**27  # of one chunk of float32 logits
 @dataclass(frozen=True)
 class Objective:
     """Constants of the loss."""
-
     loss: str = "dapo"  # how tokens are weighted, see `token_weights`
     lam: float = 0.1  # weight of the distillation KL; 0 is track 1 alone
     eps_low: float = 0.2  # the ratio is clipped to [1 - eps_low, 1 + eps_high]
@@ -52,13 +51,11 @@ def dead_groups(rewards: Tensor) -> Tensor:
 
 
 def token_weights(mask: Tensor, loss: str) -> Tensor:
-    """How much each token counts; the step's loss is the weighted sum of its token losses.
-
+    """How much each token counts, (N, G, R) float32; the loss is the weighted sum over tokens.
     Args:
         mask: (N, G, R) bool, the active tokens of the whole optimiser step.
         loss: "grpo": mean over the tokens of a sequence, then over sequences; "dapo": mean over
             all tokens; "dr_grpo": sum over tokens / (sequences * R).
-    Returns: (N, G, R) float32; all 0 where nothing is active.
     """
     N, G, R = mask.shape
     active = mask.float()
@@ -82,7 +79,6 @@ def token_terms(model: Qwen, hidden: Tensor, teacher: Tensor | None, tokens: Ten
     """Log-prob, entropy and exact distillation KL of each token, all in float32 or wider.
 
     Logits exist for one chunk of tokens at a time and are recomputed in the backward pass.
-
     Args:
         hidden: (M, C), what predicts each of the `tokens` (M,).
         teacher: (M, C) from the dense pass, without gradient; None = no KL.
@@ -110,10 +106,8 @@ def token_terms(model: Qwen, hidden: Tensor, teacher: Tensor | None, tokens: Ten
 
 def group_terms(model: Qwen, rollout: Rollout, n: int, samples: slice, *, temperature: float,
                 distil: bool, replay: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`token_terms` of the active tokens of some samples of group n, and their mask.
-
-    `replay=False` is the dense learner: the same pass with a record of nothing evicted.
-    """
+    """`token_terms` of the active tokens of some samples of group n, and their mask; `replay=False`
+    is the dense learner: the same pass with a record of nothing evicted."""
     P, R = len(rollout.prompts[n]), int(rollout.lengths[n, samples].max())
     tokens, mask = rollout.tokens[n, samples, :R], rollout.mask[n, samples, :R]
     record = rollout.evict_at[n][:, samples, :, : P + R]
@@ -132,7 +126,6 @@ def group_terms(model: Qwen, rollout: Rollout, n: int, samples: slice, *, temper
 def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objective,
              old_logp: Tensor | None = None) -> dict[str, float]:
     """Accumulate the gradient of one optimiser step, group by group, and tell what was seen.
-
     Args:
         rewards: (N, G) float.
         old_logp: (N, G, R) of the policy before the step; None = the current one (first update).

@@ -7,8 +7,8 @@ and read by all G samples of the group; the *own* segment holds each row's respo
                                                   but other keys, in each layer and head
     own      k, v: (L, B, Hkv, S, D), pos: (L, B, Hkv, S), -1 = free     B = N * G rows, S slots
 
-Nothing is sliced, concatenated or gathered while decoding: a token is written into a free slot, so
-the bytes are flat. Slot order carries no meaning; a key keeps the rotation of its position.
+While decoding, a token is written into a free slot and nothing else is allocated. Slot order
+carries no meaning; a key keeps the rotation of its position.
 """
 
 import torch
@@ -20,7 +20,6 @@ from model import Attend, ModelConfig, causal
 
 class KVCache:
     """Slots for N prompts of G samples with up to S response tokens each."""
-
     def __init__(self, cfg: ModelConfig, prompt_lens: list[int], G: int, S: int, *,
                  eviction: Eviction, dtype: torch.dtype, device: torch.device | str = "cpu"):
         self.G, self.eviction = G, eviction
@@ -31,11 +30,11 @@ class KVCache:
         self.shared_k, self.shared_v, self.evict_at = [], [], []
         for P in prompt_lens:
             shape = (cfg.L, cfg.Hkv, eviction.budget(P), cfg.D)
-            self.shared_k.append(torch.zeros(shape, dtype=dtype, device=device))
-            self.shared_v.append(torch.zeros(shape, dtype=dtype, device=device))
-            # (L, G, Hkv, T): axis 1 as in `Rollout`; T = P + S, so a key's index is its position
-            self.evict_at.append(torch.full((cfg.L, G, cfg.Hkv, P + S), NEVER, dtype=torch.int32,
-                                            device=device))
+            self.shared_k.append(self.k.new_zeros(shape))
+            self.shared_v.append(self.k.new_zeros(shape))
+            # A key's index in the record is its position.
+            record = torch.full((cfg.L, G, cfg.Hkv, P + S), NEVER, dtype=torch.int32, device=device)
+            self.evict_at.append(record)
         self.written = 0  # tokens written to each row so far: no slot above it was ever used
 
     @property
@@ -46,7 +45,6 @@ class KVCache:
     def prefill(self, n: int, sequence: int) -> Attend:
         """Attention of prompt n (one row, from position 0). Each layer is evicted as it is done and
         only the kept keys enter the cache: the transient is one layer's prompt, not all layers'."""
-
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             _, Hkv, P, D = k.shape
             o = causal(layer, q, k, v)
@@ -55,8 +53,7 @@ class KVCache:
                 return o
             pos = torch.arange(P, device=k.device).expand(1, Hkv, P).clone()
             e = self.eviction
-            seen = Seen(q[:, :, -e.window:], k, pos, layer, e.seed, sequence)
-            score = POLICIES[e.policy](seen)
+            score = POLICIES[e.policy](Seen(q[:, :, -e.window:], k, pos, layer, e.seed, sequence))
             record = self.evict_at[n][layer, :1]  # (1, Hkv, T)
             evict(score, pos, record, t=P - 1, budget=K, sinks=e.sinks, window=e.window)
             self.evict_at[n][layer] = record  # the same for all samples

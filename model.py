@@ -1,15 +1,9 @@
 """A Qwen2 / Qwen2.5 / Qwen3 (dense) transformer, and Hugging Face folders in and out.
 
-The network computes `q, k, v` of a layer and hands them to a function it was given:
-
-    hidden = model(ids, pos, attend)         # attend(layer, q, k, v) -> o, same shape as q
-
-Prefill, decoding and learning differ in `attend` and in nothing else, so the sampler and the
-learner run the same network by construction. There is no position counter: RoPE is fed by `pos`.
-Module names are those of the checkpoints, so loading is strict by comparing names and shapes.
-
-Sources: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), RoPE (arXiv 2104.09864, in the
-half-split layout of the checkpoints).
+Each layer hands its `q, k, v` to a function it was given, `attend(layer, q, k, v) -> o` like q.
+Prefill, decoding and learning differ in `attend` alone, so sampler and learner run the same network
+by construction. There is no position counter: RoPE (arXiv 2104.09864, half-split) is fed by `pos`.
+Sources: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388); modules are named as in checkpoints.
 """
 
 import json
@@ -54,39 +48,27 @@ class ModelConfig:
         kind = hf.get("model_type")
         if kind not in ("qwen2", "qwen3"):
             raise BadInput(f"{where}: model_type {kind!r}; expected 'qwen2' or 'qwen3' (dense)")
-        rope = [hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}]
-        for key, refused in {
-            "use_sliding_window": hf.get("use_sliding_window"),
-            "layer_types": set(hf.get("layer_types") or ()) - {"full_attention"},
-            "rope_scaling": [r for r in rope if r.get("rope_type", r.get("type", "default"))
-                             != "default"],
-            "num_experts": hf.get("num_experts"),
-            "quantization_config": hf.get("quantization_config"),
-            "attention_bias": hf.get("attention_bias", kind == "qwen2") != (kind == "qwen2"),
-            "hidden_act": hf.get("hidden_act", "silu") != "silu",
-        }.items():
-            if refused:
-                got = refused if key == "rope_scaling" else hf[key]
-                raise BadInput(f"{where}: {key} = {got!r} is not "
-                               "implemented; use a dense Qwen2, Qwen2.5 or Qwen3 with plain RoPE")
-        flat = {**hf, **rope[0], **rope[1]}  # where rope_theta may be
-
-        def positive(key: str) -> int | float:
-            number = (int, float) if key in ("rms_norm_eps", "rope_theta") else int
-            if not isinstance(flat.get(key), number) or flat[key] <= 0:
-                got = f"= {flat[key]!r}" if key in flat else "is missing"
-                raise BadInput(f"{where}: {key} {got}; expected a positive number")
-            return flat[key]
-
-        C, Hq, Hkv = map(positive, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-        default = 128 if kind == "qwen3" else C // Hq  # the format's own
-        D = default if hf.get("head_dim") is None else positive("head_dim")
+        ropes = [hf.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+        plain = {"use_sliding_window": (False, None), "attention_bias": (kind == "qwen2",),
+                 "num_experts": (None, 0), "hidden_act": ("silu",), "quantization_config": (None,)}
+        odd = [(key, hf[key]) for key, fine in plain.items() if hf.get(key, fine[0]) not in fine]
+        odd += [("layer_types", t) for t in hf.get("layer_types") or () if t != "full_attention"]
+        odd += [("rope_scaling", r) for r in ropes
+                if r.get("rope_type", r.get("type", "default")) != "default"]
+        if odd:
+            raise BadInput(f"{where}: {odd[0][0]} = {odd[0][1]!r} is not implemented; "
+                           "use a dense Qwen2, Qwen2.5 or Qwen3 with plain RoPE")
+        flat = {**hf, **ropes[0], **ropes[1]}  # where rope_theta may be
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                 "num_key_value_heads", "intermediate_size", "rms_norm_eps", "rope_theta")
+        if missing := [key for key in sizes if key not in flat]:
+            raise BadInput(f"{where}: {missing[0]} is missing; use a complete config.json")
+        V, C, L, Hq, Hkv, ffn, eps, theta = (flat[key] for key in sizes)
+        D = hf.get("head_dim") or (128 if kind == "qwen3" else C // Hq)  # the format's defaults
         if Hq % Hkv or D % 2:
             raise BadInput(f"{where}: {Hq} query heads, {Hkv} key heads, head_dim {D}; expected "
                            "query heads a multiple of key heads and an even head_dim")
-        return cls(V=positive("vocab_size"), C=C, L=positive("num_hidden_layers"), Hq=Hq, Hkv=Hkv,
-                   D=D, ffn=positive("intermediate_size"), eps=positive("rms_norm_eps"),
-                   rope_theta=positive("rope_theta"), tied=hf.get("tie_word_embeddings", False),
+        return cls(V, C, L, Hq, Hkv, D, ffn, eps, theta, hf.get("tie_word_embeddings", False),
                    qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", hf=dict(hf))
 
 
@@ -105,9 +87,8 @@ class RMSNorm(nn.Module):
 def rope_table(pos: Tensor, D: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of each position's angles: two (B, 1, T, D) of `dtype`, from pos (B, T)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    inv_freq = 1.0 / theta ** (torch.arange(0, D, 2, device=pos.device, dtype=wide) / D)
-    angle = pos[:, None, :, None].to(wide) * inv_freq  # (B, 1, T, D/2)
-    angle = torch.cat((angle, angle), dim=-1)
+    inv_freq = 1.0 / theta ** (torch.arange(0, D, 2, device=pos.device, dtype=wide) / D)  # (D/2,)
+    angle = pos[:, None, :, None].to(wide) * inv_freq.repeat(2)  # (B, 1, T, D)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -175,15 +156,12 @@ class Qwen(nn.Module):
             self.lm_head = nn.Linear(cfg.C, cfg.V, bias=False)
 
     def forward(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states.
+        """Final hidden states (B, T, C), normalised, ready for `logits`.
 
         Args:
-            ids: (B, T) int64 tokens.
-            pos: (B, T) int64 absolute positions; any order, repeats allowed (packed responses).
-            attend: called once a layer with rotated q (B, Hq, T, D), k, v (B, Hkv, T, D); returns
-                o like q, and the same when checkpointing calls it again.
-        Returns:
-            (B, T, C), normalised, ready for `logits`.
+            ids, pos: (B, T) int64 tokens and absolute positions; any order, repeats allowed.
+            attend: gets a layer's rotated q (B, Hq, T, D), k, v (B, Hkv, T, D), returns o like q;
+                checkpointing calls it again and must get the same.
         """
         x = self.embed_tokens(ids)
         rope = rope_table(pos, self.cfg.D, self.cfg.rope_theta, x.dtype)
@@ -221,10 +199,9 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -> Qwen:
-    """Load a Hugging Face folder: every weight must be there, with its shape, and no other.
+    """Load a Hugging Face folder, one memory-mapped tensor at a time, into `dtype` on `device`.
 
-    Tensors are read one at a time from the memory-mapped files into their final dtype and device.
-    BadInput names the file, the weight or the key that is wrong.
+    Raises: BadInput unless every weight is there, with its shape, and no other; it names which.
     """
     folder = Path(folder)
     cfg = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
@@ -238,35 +215,26 @@ def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -
         try:
             with safe_open(path, framework="pt") as f:
                 for key in f.keys():  # noqa: SIM118 (not a dict)
-                    there = f.get_slice(key)
-                    got = (tuple(there.get_shape()), there.get_dtype())
-                    if got[0] != shapes.get(key) or got[1] not in ("F64", "F32", "BF16", "F16"):
-                        want = shapes.get(key, "no weight of this name")
-                        raise BadInput(f"{path}: weight {key} has shape {got[0]}, dtype {got[1]}; "
+                    there, want = f.get_slice(key), shapes.get(key, "no weight of this name")
+                    shape, kind = tuple(there.get_shape()), there.get_dtype()
+                    if shape != want or kind not in ("F64", "F32", "BF16", "F16"):
+                        raise BadInput(f"{path}: weight {key} has shape {shape}, dtype {kind}; "
                                        f"expected {want}, not quantised")
-                    name = key.removeprefix("model.")
-                    state[name] = f.get_tensor(key).to(device, dtype)
+                    state[key.removeprefix("model.")] = f.get_tensor(key).to(device, dtype)
         except (SafetensorError, OSError) as e:
-            raise BadInput(f"{path}: missing, damaged or truncated safetensors file ({e}); "
-                           "download it again") from None
-    missing = [_checkpoint_name(name) for name in model.state_dict() if name not in state]
-    if missing:
-        raise BadInput(f"{folder}: weight {missing[0]} is missing ({len(missing)} in all); "
-                       "expected every weight that config.json implies")
-    if cfg.tied and not torch.equal(state.pop("lm_head.weight", state["embed_tokens.weight"]),
-                                    state["embed_tokens.weight"]):
-        raise BadInput(f"{folder}: lm_head.weight differs from the embedding; expected a copy, "
-                       "or none, or tie_word_embeddings false in config.json")
+            raise BadInput(f"{path}: missing or damaged ({e}); download it again") from None
+    if missing := [_checkpoint_name(name) for name in model.state_dict() if name not in state]:
+        raise BadInput(f"{folder}: {missing[0]} is missing, {len(missing)} in all; download again")
+    embed = state["embed_tokens.weight"]
+    if cfg.tied and not torch.equal(state.pop("lm_head.weight", embed), embed):
+        raise BadInput(f"{folder}: lm_head is not the embedding; set tie_word_embeddings false")
     model.load_state_dict(state, assign=True)
     return model
 
 
 def save_model(model: Qwen, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and model.safetensors into an existing folder, in `dtype` (default: as is).
-
-    Tied embeddings are written once. The folder loads here and in transformers; the tokenizer's
-    files are written by `Tokenizer.save`.
-    """
+    """Write config.json and model.safetensors into an existing folder, in `dtype` (default: as is);
+    tied embeddings once. Transformers reads it too, with the other files, from `Tokenizer.save`."""
     folder, dtype = Path(folder), dtype or next(model.parameters()).dtype
     state = {_checkpoint_name(k): v.detach().to("cpu", dtype).contiguous()
              for k, v in model.state_dict().items()}

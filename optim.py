@@ -11,25 +11,21 @@ from torch import Tensor, nn
 
 class MasterAdamW:
     """Use: `backward()` any number of times, then `step()`."""
-
     def __init__(self, model: nn.Module, *, lr: float, max_grad_norm: float):
         self.max_grad_norm, self.masters, self.rounded = max_grad_norm, [], []
         for p in (p for p in model.parameters() if p.requires_grad):
             if p.dtype.itemsize < 4:
-                self.rounded.append((p, nn.Parameter(p.detach().float())))
-                p.register_post_accumulate_grad_hook(
-                    lambda p, master=self.rounded[-1][1]: _move_grad(p, master))
-                p = self.rounded[-1][1]
+                master = nn.Parameter(p.detach().float())
+                p.register_post_accumulate_grad_hook(lambda p, m=master: _move_grad(p, m))
+                self.rounded.append((p, master))
+                p = master
             self.masters.append(p)
         self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     @torch.no_grad()
     def step(self, finite: bool = True) -> float:
-        """Clip, update, clear the gradients; returns the gradient norm before clipping.
-
-        If the norm is not finite, or the caller says so of the loss, no weight and no moment
-        changes.
-        """
+        """Clip, update, clear the gradients; returns the gradient norm before clipping. If that, or
+        by the caller's word the loss, is not finite, no weight and no moment changes."""
         norm = float(nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm))
         if finite and norm < float("inf"):
             self.adamw.step()

@@ -5,7 +5,6 @@ generator of its own for each sample, inverted through the cumulative distributi
 batch nor what ran before changes a sample, and a resumed run draws what it would have drawn.
 
 Invariant: the tokens sampled are the tokens trained on, with the log-probs they were sampled at.
-Source: arXiv 2605.06850, rollout phase; GRPO groups after arXiv 2402.03300.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ from model import Qwen
 class Rollout:
     """N prompts with G samples each, of up to R response tokens. Masks come from `lengths`, never
     from token values: padding may equal a stop token."""
-
     sequence: list[int]  # N, identity of each prompt
     prompts: list[Tensor]  # N tensors (P_n,) int64
     tokens: Tensor  # (N, G, R) int64
@@ -42,11 +40,6 @@ class Rollout:
         return t < self.lengths[..., None]
 
 
-def kv_bytes(cfg, kept: int, slots: int, itemsize: int) -> int:
-    """`2 L Hkv D itemsize (kept prompt keys, once a group + response slots, once a sample)`."""
-    return 2 * cfg.L * cfg.Hkv * cfg.D * itemsize * (kept + slots)
-
-
 def uniforms(seed: int, step: int, sequence: int, sample: int, R: int) -> np.ndarray:
     """R numbers in [0, 1), float64: the randomness of one sample, whatever else is sampled."""
     return np.random.default_rng([seed, step, sequence, sample]).random(R)
@@ -54,7 +47,6 @@ def uniforms(seed: int, step: int, sequence: int, sample: int, R: int) -> np.nda
 
 def choose(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
     """Pick a token a row: int64 (B,), and its log-prob (B,) in the dtype of the logits.
-
     Args:
         logits: (B, V) float32 or wider.
         temperature: 0 = greedy, whose log-prob is reported at temperature 1.
@@ -76,7 +68,6 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
              max_new: int, stop_ids: frozenset[int], eviction: Eviction, temperature: float = 1.0,
              seed: int = 0, step: int = 0) -> Rollout:
     """Sample G responses to each prompt under an evicting cache.
-
     Args:
         prompts: N token sequences, none empty. No padding: each is prefilled by itself.
         sequence: N identities (the prompt's index in its data set); they key the randomness.
@@ -87,7 +78,6 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
     ids = [torch.tensor(p, dtype=torch.int64, device=device) for p in prompts]
     lens, N, R, B = [len(p) for p in prompts], len(ids), max_new, len(ids) * G
-    # The last token is sampled but never fed back, yet it has a slot: the formula stays plain.
     cache = KVCache(model.cfg, lens, G, R, eviction=eviction, dtype=dtype, device=device)
     hidden = []
     for n, prompt in enumerate(ids):
@@ -114,11 +104,10 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
         logits = model.logits(model(tokens[:, t : t + 1], pos[:, None], cache.decode(pos))[:, 0])
         pos = pos + 1
 
-    kept, itemsize = sum(eviction.budget(P) for P in lens), dtype.itemsize
-    assert cache.kv_bytes == kv_bytes(model.cfg, kept, B * R, itemsize), "storage grew"
+    evicted = sum(P - eviction.budget(P) for P in lens)
+    key_bytes = 2 * model.cfg.L * model.cfg.Hkv * model.cfg.D * dtype.itemsize
     return Rollout(
         sequence=list(sequence), prompts=ids, tokens=tokens.view(N, G, R),
         lengths=lengths.view(N, G), stopped=stopped.view(N, G), logp=logp.view(N, G, R),
         evict_at=cache.evict_at, kv_bytes_peak=cache.kv_bytes,
-        kv_bytes_dense=kv_bytes(model.cfg, sum(lens), B * R, itemsize),
-    )
+        kv_bytes_dense=cache.kv_bytes + key_bytes * evicted)

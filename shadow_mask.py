@@ -26,7 +26,6 @@ MASK_ELEMENTS = 2**25  # the largest mask built at once
 
 def visible(evict_at: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """Which keys each query may attend to.
-
     Args:
         evict_at: (..., Tk) int32, first query position that no longer sees the key.
         q_pos: (Tq,) int64, absolute positions of the queries.
@@ -45,7 +44,6 @@ def dense_record(evict_at: Tensor) -> Tensor:
 
 def pack(prompt: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Lay a group out as one row: prompt (P,) and sampled tokens (G, R), int64.
-
     Returns:
         ids and pos, both (1, P + G * R) int64; and (G, R) int64, the row that predicts each token:
         the last prompt row for the first token, the token before for the others.
@@ -61,7 +59,6 @@ def pack(prompt: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 class Replay:
     """The learner's `attend` for one packed group.
-
     Args:
         evict_at: (L, G, Hkv, P + R) int32, the record.
         P: prompt tokens.
@@ -69,7 +66,6 @@ class Replay:
             the same weights. The row then holds the responses alone: prompt rows are the same in
             the masked and in the dense pass.
     """
-
     def __init__(self, evict_at: Tensor, P: int, *,
                  prompt_kv: dict[int, tuple[Tensor, Tensor]] | None = None):
         assert (evict_at[..., :P] >= P).all(), "prompt rows must be dense"

@@ -1,9 +1,8 @@
 """Text to token ids and back: byte-level BPE of a Qwen2/2.5/3 folder, chat format, stop ids.
 
 tiktoken merges the pair whose union has the lowest id, Hugging Face the earliest pair of a list:
-the same where ids are in merge order, which `load` checks. The chat format is plain code; of the
-folder's template only the default system prompt and the switch of Qwen3's thinking are read.
-
+the same where ids are in merge order, which `load` checks. Of the folder's chat template only the
+default system prompt and the switch of Qwen3's thinking are read.
 Invariant: text never becomes a control token. `chat` alone places the ids of <|im_end|> and its
 like; a document that spells one is encoded as the letters it is.
 Source: GPT-2's byte map; split pattern, NFC and chat format of the Qwen2, Qwen2.5, Qwen3 folders.
@@ -44,44 +43,35 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Read a checkpoint folder.
-
-        Args:
-            folder: holds tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
-        Raises:
-            BadInput: a file is missing or malformed, or it is another kind of tokenizer.
-        """
+        """Read a checkpoint folder; BadInput: a file is missing, malformed or not Qwen's."""
         folder = Path(folder)
         jinja = folder / "chat_template.jinja"
         try:
             config = read_json(folder / "tokenizer_config.json")
-            template = config.get("chat_template") or ""
-            template = jinja.read_text("utf-8") if jinja.is_file() else template
+            template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
             ranks, control = _tables(folder, config)
-            stop_ids = _stop_ids(folder, config, control)
+            names = {config.get("eos_token"), *({"<|im_end|>", "<|endoftext|>"} & control.keys())}
+            stop_ids = {control[name] for name in names - {None}}
+            for path in (folder / "generation_config.json", folder / "config.json"):
+                ids = read_json(path).get("eos_token_id") if path.is_file() else None
+                stop_ids.update(ids if isinstance(ids, list) else [ids])
         except (AttributeError, LookupError, OSError, TypeError, UnicodeError) as e:
             raise BadInput(f"{folder}: its tokenizer files are not shaped as Qwen's "
                            f"({type(e).__name__}: {e}); download them again") from e
         files = {n: (folder / n).read_bytes() for n in SAVED if (folder / n).is_file()}
-        return cls(ranks, control, stop_ids, template, files)
+        return cls(ranks, control, stop_ids - {None}, template or "", files)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` after NFC; never a control id."""
         return self._bpe.encode_ordinary(unicodedata.normalize("NFC", text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, invalid UTF-8 replaced. Control tokens have no text, nor have ids past
-        the vocabulary, which a model can sample because its embedding is padded."""
+        """Text of `ids`, invalid UTF-8 replaced. Control ids and unknown (padded) ids have none."""
         return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
     def chat(self, user: str, *, system: str | None = None) -> list[int]:
-        """Ids of a conversation with one user turn, up to and with the assistant's header.
-
-        Args:
-            system: the system prompt; None means the template's default, or none without one.
-        Raises:
-            BadInput: the folder's chat template is not Qwen's.
-        """
+        """Ids of one user turn, up to and with the assistant's header. `system` None means the
+        template's default prompt, if it has one. BadInput: the template is not Qwen's."""
         names = ["<|im_start|>", "<|im_end|>"]
         names += ["<think>", "</think>"] if "enable_thinking" in self._template else []
         if names[0] not in self._template or not self.control.keys() >= set(names):
@@ -103,8 +93,8 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer files, chat template and generation_config.json, each as it was read."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, data in self._files.items():
-            (Path(folder) / name).write_bytes(data)
+        for name, content in self._files.items():
+            (Path(folder) / name).write_bytes(content)
 
 
 def _tables(folder: Path, config: dict) -> tuple[dict[bytes, int], dict[str, int]]:
@@ -124,27 +114,13 @@ def _tables(folder: Path, config: dict) -> tuple[dict[bytes, int], dict[str, int
     if kind != known:
         raise BadInput(f"{folder}: its tokenizer is {kind}, expected {known}; "
                        "use an unmodified Qwen2, Qwen2.5 or Qwen3 checkpoint")
-    return _ranks(folder, vocab, merges), control
-
-
-def _ranks(folder: Path, vocab: dict[str, int], merges: list) -> dict[bytes, int]:
-    """bytes -> id, after checking that merging by id is merging by the list."""
     ranks = {char: vocab[char] for char in BYTE}
     last = max(ranks.values())
-    for n, merge in enumerate(merges, 1):
+    for n, merge in enumerate(merges, 1):  # merging by id must be merging by the list
         pair = merge.split(" ") if isinstance(merge, str) else merge
         i = vocab.get("".join(pair), -1)
         if i <= last or not ranks.keys() >= set(pair):
             raise BadInput(f"{folder}: merge {n} {pair} makes id {i}, expected an id over {last}, "
                            "of two tokens made before; use a checkpoint with ids in merge order")
         ranks["".join(pair)] = last = i
-    return {bytes(BYTE[char] for char in token): i for token, i in ranks.items()}
-
-
-def _stop_ids(folder: Path, config: dict, control: dict[str, int]) -> set[int]:
-    names = {config.get("eos_token"), *({"<|im_end|>", "<|endoftext|>"} & control.keys())}
-    stop_ids = {control[name] for name in names - {None}}
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        ids = read_json(path).get("eos_token_id") if path.is_file() else None
-        stop_ids.update(ids if isinstance(ids, list) else [ids])
-    return stop_ids - {None}
+    return {bytes(BYTE[char] for char in token): i for token, i in ranks.items()}, control

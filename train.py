@@ -52,7 +52,9 @@ def open_run(cfg: Config) -> Path:
                                "replace it with --overwrite, or name another folder")
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
-        config = {**dataclasses.asdict(cfg), "commit": _commit(), "torch": torch.__version__}
+        # Outside a git checkout `commit` holds git's complaint.
+        commit = subprocess.getoutput(f'git -C "{Path(__file__).parent}" describe --always --dirty')
+        config = {**dataclasses.asdict(cfg), "commit": commit, "torch": torch.__version__}
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except (OSError, json.JSONDecodeError) as e:
         raise BadInput(f"--out {out}: cannot be {'resumed' if cfg.resume else 'written'} ({e}); "
@@ -60,22 +62,15 @@ def open_run(cfg: Config) -> Path:
     return out
 
 
-def _commit() -> str:
-    """The commit of this code, "-dirty" if changed; "" outside a git checkout."""
-    with contextlib.suppress(OSError):
-        return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent,
-                              text=True, capture_output=True).stdout.strip()
-
-
 def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: MasterAdamW,
-                    state: dict) -> None:
+                    before: dict | None) -> None:
     """Written aside and renamed, so a kill or a full disk leaves the previous one valid."""
     aside, final = out / "checkpoint.tmp", out / f"checkpoint-{step:06d}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     save_model(model, aside)
     tok.save(aside)
-    torch.save({"step": step, "optim": optim.state_dict(), **state}, aside / "trainer.pt")
+    torch.save({"step": step, "optim": optim.state_dict(), "before": before}, aside / "trainer.pt")
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     for old in out.glob("checkpoint-*"):
@@ -83,12 +78,12 @@ def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: Ma
             shutil.rmtree(old)
 
 
-def keep_lines(path: Path, steps: int) -> None:
-    """Drop the log lines of steps that will be done again after a resume."""
-    if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)  # of text, it would split at U+2028
-        kept = [x for x in lines if x.endswith(b"\n") and json.loads(x)["step"] <= steps]
-        path.write_bytes(b"".join(kept))
+def keep_lines(path: Path, steps: int) -> list[dict]:
+    """Drop the log lines of steps that will be done again after a resume; returns the others."""
+    lines = path.read_bytes().splitlines(keepends=True)  # of text, it would split at U+2028
+    kept = [x for x in lines if x.endswith(b"\n") and json.loads(x)["step"] <= steps]
+    path.write_bytes(b"".join(kept))
+    return [json.loads(x) for x in kept]
 
 
 def append(path: Path, rows: list[dict]) -> None:
@@ -163,22 +158,22 @@ def run(cfg: Config) -> None:
     model.checkpointing = cfg.checkpointing
     optim = MasterAdamW(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm)
     out = open_run(cfg)
-    state = {"before": None, "mismatch_max": 0.0, "bad_steps": 0, "skipped": 0}
+    log, before = [], None
     if checkpoint:
-        saved = torch.load(Path(checkpoint) / "trainer.pt", map_location=cfg.device)
+        saved = torch.load(checkpoint / "trainer.pt", map_location=cfg.device)
         optim.load_state_dict(saved["optim"])
-        first, state = saved["step"], {key: saved[key] for key in state}
+        first, before = saved["step"], saved["before"]
         if cfg.steps < first:
             raise BadInput(f"--steps {cfg.steps}: {out} has done {first}; expected as many or more")
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_lines(out / name, first)
+        keep_lines(out / "samples.jsonl", first)
+        log = keep_lines(out / "metrics.jsonl", first)
     if cfg.model is None:
-        print("the model embedded in data/, on generated GSM8K-style stories; for a real one, on "
-              "GSM8K itself: --model FOLDER (a Qwen2.5 or Qwen3 checkpoint)")
+        print("the model embedded in data/ learns on generated GSM8K-style stories; for a real "
+              "Qwen2.5 or Qwen3 checkpoint on GSM8K itself: --model FOLDER")
     print(json.dumps(dataclasses.asdict(cfg)))
-    if cfg.limit and state["before"] is None:
-        state["before"] = evaluate(model, tok, test[: cfg.limit], cfg)
-        print("before: " + describe(state["before"]), flush=True)
+    if cfg.limit and before is None:
+        before = evaluate(model, tok, test[: cfg.limit], cfg)
+        print("before: " + describe(before), flush=True)
 
     for step in (bar := tqdm(range(first, cfg.steps), initial=first, total=cfg.steps)):
         batch, done = batch_of_step(train, cfg, step), step + 1
@@ -190,23 +185,21 @@ def run(cfg: Config) -> None:
             during = evaluate(model, tok, test[: cfg.eval_during], cfg)
             metrics |= {f"eval/{name}": x["accuracy"] for name, x in during.items()}
             bar.write(f"step {done}: {describe(during)}")
-        append(out / "metrics.jsonl", [{"step": done, "lr": cfg.lr, **metrics}])
+        log.append({"step": done, "lr": cfg.lr, **metrics})
+        append(out / "metrics.jsonl", log[-1:])
         append(out / "samples.jsonl", samples)
         bar.set_postfix_str(f"reward {metrics['reward/mean']:.2f}")
-        state["mismatch_max"] = max(state["mismatch_max"], metrics["mismatch/logp_abs_max"])
-        state["skipped"] += metrics["step/skipped"]
-        state["bad_steps"] = state["bad_steps"] + 1 if metrics["step/skipped"] else 0
-        if state["bad_steps"] == MAX_BAD_STEPS:
-            raise BadInput(f"{MAX_BAD_STEPS} steps in a row, up to step {done}, had a NaN or "
-                           f"infinite loss or gradient; the last good checkpoint stays in {out}; "
-                           "lower --lr")
+        if sum(x["step/skipped"] for x in log[-MAX_BAD_STEPS:]) == MAX_BAD_STEPS:
+            raise BadInput(f"{MAX_BAD_STEPS} steps in a row, up to {done}, had a NaN or infinite "
+                           f"loss or gradient; {out} keeps the last good checkpoint; lower --lr")
         if done == cfg.steps or (cfg.save_every and done % cfg.save_every == 0):
-            save_checkpoint(out, done, model, tok, optim, state)
+            save_checkpoint(out, done, model, tok, optim, before)
 
-    summary = {"steps": cfg.steps, "n_eval": cfg.limit, "skipped_steps": state["skipped"],
-               "mismatch_logp_abs_max": state["mismatch_max"]}
+    summary = {"steps": cfg.steps, "n_eval": cfg.limit,
+               "skipped_steps": sum(x["step/skipped"] for x in log),
+               "mismatch_logp_abs_max": max((x["mismatch/logp_abs_max"] for x in log), default=0.0)}
     if cfg.limit:
-        results = {"before": state["before"], "after": evaluate(model, tok, test[: cfg.limit], cfg)}
+        results = {"before": before, "after": evaluate(model, tok, test[: cfg.limit], cfg)}
         print(f"greedy accuracy on {cfg.limit} test problems, 95 % interval")
         for when, result in results.items():
             print(f"{when:6}  {describe(result)}")

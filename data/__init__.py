@@ -1,1 +1,0 @@
-"""One module a task: load the problems, write the prompts, score the completions."""

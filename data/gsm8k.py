@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from tqdm import tqdm
-
 from errors import BadInput
 
 # A fixed commit: the bytes behind the address cannot change.
@@ -42,14 +40,11 @@ class Problem:
 
 
 def load(split: str, data_dir: str | None, *, shots: int = 0) -> list[Problem]:
-    """The problems of one split, in the order of the file.
+    """Problems of "train" or "test", in file order. BadInput: unusable argument, file or download.
 
     Args:
-        split: "train" or "test".
         data_dir: folder with the official {split}.jsonl; None downloads once into the user's cache.
         shots: solved training rows before each question; left out of the "train" split itself.
-    Raises:
-        BadInput: unusable argument, file or download.
     """
     rows = _read(split, data_dir)
     train = _read("train", data_dir) if shots else []
@@ -72,8 +67,8 @@ def final_number(text: str) -> Fraction | None:
     r"""The number a text ends on, exact; None if there is none. Takes time linear in the text.
 
     The last number in the last balanced \boxed{...}, else the first number on the line of the last
-    `####`, else the last number of all. Units, `$` and `%` are ignored ("50%" is 50); `3/4` and
-    `1.5e3` are numbers; division by zero, or over MAX_NUMBER_CHARS characters, is none.
+    `####`, else the last of all. Units, `$` and `%` are ignored ("50%" is 50), `3/4` and `1.5e3`
+    are numbers; division by zero, or over MAX_NUMBER_CHARS characters, is none.
     """
     text = text.replace("\u2212", "-").replace("{,}", ",")
     text = re.sub(r"\\[$,!{}]", "", text)  # thin spaces, as in 1\,234; printed braces and $
@@ -90,16 +85,25 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _read(split: str, data_dir: str | None) -> list[tuple[str, str, str]]:
-    """Rows as (question, solution, answer)."""
+    """Rows as (question, solution, answer); downloads the file once if no folder is named."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     path = Path(data_dir or cache / "shadow-mask-distillation" / "gsm8k") / f"{split}.jsonl"
+    address = ADDRESS.format(split=split)
     try:
         if not data_dir and not path.is_file():
-            _download(ADDRESS.format(split=split), path, SHA256[split])
+            print(f"downloading {address} to {path}", flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with urllib.request.urlopen(address, timeout=60) as reply:
+                content = reply.read()
+            if (got := hashlib.sha256(content).hexdigest()) != SHA256[split]:
+                raise OSError(f"downloaded SHA-256 {got}, expected {SHA256[split]}")
+            aside = path.with_suffix(f".{os.getpid()}")
+            aside.write_bytes(content)
+            aside.replace(path)  # a reader, or another process, sees the whole file or none
         # Not str.splitlines: a question holds a U+2028, which that takes for the end of a line.
         lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     except (OSError, http.client.HTTPException) as e:
-        raise BadInput(f"{path}: {e}; expected the file of {ADDRESS.format(split=split)}; "
+        raise BadInput(f"{path}: {e}; expected the file of {address}; "
                        "name a folder that holds it: --data-dir FOLDER") from e
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -114,15 +118,3 @@ def _read(split: str, data_dir: str | None) -> list[tuple[str, str, str]]:
             raise BadInput(f"{path}:{number}: {e!r}; expected an object with texts question and "
                            "answer, which ends in '#### NUMBER'; mend the line") from e
     return rows
-
-
-def _download(address: str, path: Path, sha256: str) -> None:
-    print(f"downloading {address} to {path}", flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with urllib.request.urlopen(address, timeout=60) as reply:
-        content = b"".join(tqdm(reply, desc=path.name, unit=" rows"))
-    if (got := hashlib.sha256(content).hexdigest()) != sha256:
-        raise OSError(f"downloaded SHA-256 {got}, expected {sha256}")
-    aside = path.with_suffix(f".{os.getpid()}")
-    aside.write_bytes(content)
-    aside.replace(path)  # a reader, or another process, sees the whole file or none

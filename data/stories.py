@@ -1,12 +1,10 @@
 """Generated GSM8K-style word problems: the task of the embedded model, with nothing to download.
 
-A prompt holds two solved examples and then a problem whose facts stand among irrelevant ones, so
-that half of its KV cache is dispensable, but only the right half. A solution is two to four
-arithmetic steps and a last line `#### N`, GSM8K's own answer format. Problem `i` of a split is a
-function of (split, i) alone.
+A prompt holds two solved examples and then a problem whose facts stand among irrelevant ones: half
+of its KV cache is dispensable, but only the right half. A solution is two to four arithmetic steps
+and GSM8K's own last line, `#### N`. Problem `i` of a split is a function of (split, i) alone.
 """
 
-import operator
 import random
 from pathlib import Path
 
@@ -19,14 +17,11 @@ NAMES = ("Tom Ann Bob Sue Max Eva Leo Mia Ben Zoe Sam Ivy Dan Amy Jim Kay Ned Li
          "Gus Fay").split()
 ITEMS = ("pens cups hats books apples coins cards stones shells eggs keys balls rings stars boats "
          "plums").split()
-IDLE = ("The sun is warm today.", "It rains in the night.", "The shop opens early.",
-        "The dog sleeps by the door.", "A bus stops near the park.", "The garden is green.",
-        "School starts after lunch.", "The old clock is slow.")
-OPS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
-
-Step = tuple[int, str, int]
-
+IDLE = ("The sun is warm today.|It rains in the night.|The shop opens early.|"
+        "The dog sleeps by the door.|A bus stops near the park.|The garden is green.|"
+        "School starts after lunch.|The old clock is slow.").split("|")
 KINDS = ("trade", "compare", "price", "boxes", "half", "days", "chain", "basket")
+Step = tuple[int, str, int]
 
 
 def _plot(kind: str, i, x: str, A: str, B: str, C: str) -> tuple[str, list[Step]]:
@@ -74,10 +69,7 @@ def _plot(kind: str, i, x: str, A: str, B: str, C: str) -> tuple[str, list[Step]
 
 
 def story(r: random.Random, distractors: int) -> tuple[str, list[Step], str]:
-    """One problem: its text, its solution steps, and its kind.
-
-    `distractors` irrelevant facts, about other people, stand anywhere among the relevant ones.
-    """
+    """Text, solution steps and kind of a problem with `distractors` facts about other people."""
     kind = KINDS[r.randrange(len(KINDS))]
     names, items = r.sample(NAMES, 3 + distractors), r.sample(ITEMS, 3)
     text, steps = _plot(kind, r.randint, items[0], *names[:3])
@@ -91,7 +83,7 @@ def story(r: random.Random, distractors: int) -> tuple[str, list[Step], str]:
 
 def result(step: Step) -> int:
     a, op, b = step
-    return OPS[op](a, b)
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[op]
 
 
 def work(steps: list[Step]) -> str:
@@ -105,11 +97,9 @@ def solution(steps: list[Step]) -> str:
 
 def prompt(r: random.Random, question: str, examples: int = EXAMPLES) -> str:
     """Instruction, solved examples and the question, as one user message."""
-    parts = [INSTRUCTION]
-    for _ in range(examples):
-        text, steps, _ = story(r, r.randint(0, 1))
-        parts.append(f"Question: {text}\nAnswer: {solution(steps)}")
-    return "\n\n".join([*parts, f"Question: {question}"])
+    solved = (story(r, r.randint(0, 1)) for _ in range(examples))
+    shown = [f"Question: {text}\nAnswer: {solution(steps)}" for text, steps, _ in solved]
+    return "\n\n".join([INSTRUCTION, *shown, f"Question: {question}"])
 
 
 def problem(split: str, index: int) -> Problem:

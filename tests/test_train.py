@@ -467,7 +467,8 @@ def test_files_and_keys(go, varied, tiny, rows):
     assert [k for k, v in config.items() if v is None] == []
     expected = {"device": "cpu", "seed": 0, "torch": torch.__version__, "model": str(tiny),
                 "lam": 0.1, "checkpointing": True, "loss": "dapo", "lr": 1e-3, "keep": 0.5}
-    assert {k: config[k] for k in expected} == expected and config["commit"]
+    assert {k: config[k] for k in expected} == expected
+    assert bool(config["commit"]) == ((ROOT / ".git").exists() and bool(shutil.which("git")))
 
 
 def test_samples(go, varied, tok, rows):
@@ -550,7 +551,7 @@ def test_evaluate_counts_right_answers(monkeypatch, tok):
     cfg = Config(policy="recent", keep=0.25, max_new=30, temperature=0.7)
     calls = []
 
-    def fake(model, prompts, *, sequence, G, max_new, stop_ids, eviction, temperature):
+    def fake(model, prompts, *, sequence, G, max_new, stop_ids, eviction, temperature, **rest):
         assert (G, max_new, temperature, stop_ids) == (1, 30, 0.0, tok.stop_ids)
         calls.append((eviction, list(sequence)))
         tokens, lengths = torch.zeros(len(prompts), 1, 30, dtype=torch.int64), []
@@ -656,7 +657,7 @@ BAD = {  # command line -> what the message names
     "limit": ({"limit": TEST_ROWS + 1}, f"--limit {TEST_ROWS + 1}"),
     "eval-during": ({"eval_during": 7, "eval_every": 1}, "--eval-during 7"),
     "cuda": ({"device": "cuda"}, "--device cuda"),
-    "mps": ({"device": "mps"}, "--device mps"),
+    "device": ({"device": "tpu"}, "--device"),
     "out exists": ({"out": "notes"}, "--out notes"),
     "out is a file": ({"out": "file"}, "--out file"),
     "out below a file": ({"out": "file/run"}, "--out file/run"),
@@ -693,7 +694,6 @@ def test_bad_input(case, flags, tiny, rows, tmp_path, capsys, monkeypatch):
     more, names = BAD[case]
     damaged(tiny, rows, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
     if "eval_during" not in more:
         more = {**more, "eval_during": None}  # its default is more than there is, but not asked for
     assert_refused(flags(**more), names, capsys, tmp_path)
@@ -743,9 +743,7 @@ def test_defaults_follow_the_model(monkeypatch, tmp_path):
     given = parse(["--task", "gsm8k", "--model", "F", "--lr", "0", "--control"], "x")
     assert given.lr == 0 and given.control
     assert small.out.startswith("out/gsm8k-") and list(tmp_path.iterdir()) == []
-    Path(small.out).mkdir(parents=True)
-    monkeypatch.setattr("time.strftime", lambda _: small.out.removeprefix("out/gsm8k-"))
-    assert parse(["--task", "gsm8k"], "x").out == small.out + "-2"
+    assert parse(["--task", "gsm8k"], "x").out != small.out
 
 
 # ---- the generated stories ----------------------------------------------------------------------
