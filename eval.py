@@ -99,8 +99,7 @@ def main() -> None:
     results = evaluate(model, tok, encoded, cfg)
     print(f"greedy accuracy, n = {len(encoded)}, {cfg.policy} keep {cfg.keep:g}: "
           + describe(results))
-    print(json.dumps({"model": cfg.model or "embedded", "policy": cfg.policy, "keep": cfg.keep,
-                      **results}))
+    print(json.dumps({"model": cfg.model, "policy": cfg.policy, "keep": cfg.keep, **results}))
 
 
 if __name__ == "__main__":

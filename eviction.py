@@ -108,9 +108,8 @@ def evict(score: Tensor, pos: Tensor, evict_at: Tensor, *, t: int, budget: int, 
           window: int) -> None:
     """Free all but `budget` keys of each row and head, and record it. In place.
 
-    Positions below `sinks` and the newest `window` stay whatever their score; the rest compete;
-    ties go to the newer key and NaN loses. The int64 key (score, pos) has no ties and, unlike
-    "protected = maximum + 1", loses nothing to rounding.
+    Positions below `sinks` and the newest `window` stay; ties go to the newer key and NaN loses.
+    The int64 key (score, pos) has no ties and, unlike "maximum + 1", loses nothing to rounding.
     Args:
         score: (B, Hkv, S), any float dtype; higher stays.
         pos: (B, Hkv, S) int64, position held by each slot, -1 = free. Evicted slots become -1.

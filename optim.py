@@ -45,6 +45,5 @@ class MasterAdamW:
 
 
 def _move_grad(p: Tensor, master: Tensor) -> None:
-    """Add a low-precision gradient to the float32 sum and free it at once."""
     master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
     p.grad = None

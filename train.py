@@ -153,8 +153,7 @@ def run(cfg: Config) -> None:
     control = load(cfg)[1] if cfg.control else None
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
     if cfg.eval_every and cfg.eval_during > len(test):
-        raise BadInput(f"--eval-during {cfg.eval_during}: expected at most {len(test)}, the test "
-                       "problems there are")
+        raise BadInput(f"--eval-during {cfg.eval_during}: expected at most {len(test)} problems")
     model.checkpointing = cfg.checkpointing
     optim = MasterAdamW(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm)
     out = open_run(cfg)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from tqdm import tqdm
+
 from errors import BadInput
 
 # A fixed commit: the bytes behind the address cannot change.
@@ -93,8 +95,9 @@ def _read(split: str, data_dir: str | None) -> list[tuple[str, str, str]]:
         if not data_dir and not path.is_file():
             print(f"downloading {address} to {path}", flush=True)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with urllib.request.urlopen(address, timeout=60) as reply:
-                content = reply.read()
+            with (urllib.request.urlopen(address, timeout=60) as reply,
+                  tqdm.wrapattr(reply, "read", reply.length, desc=path.name) as body):
+                content = b"".join(iter(lambda: body.read(1 << 16), b""))
             if (got := hashlib.sha256(content).hexdigest()) != SHA256[split]:
                 raise OSError(f"downloaded SHA-256 {got}, expected {SHA256[split]}")
             aside = path.with_suffix(f".{os.getpid()}")

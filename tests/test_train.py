@@ -420,7 +420,7 @@ def test_ten_such_steps_in_a_row_end_the_run(go, flags, broken, capsys, tmp_path
         cli(flags(steps=30, save_every=2))
     assert e.value.code == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("error: 10 steps in a row, up to step 12,") and "--lr" in message
+    assert message.startswith("error: 10 steps in a row, up to 12,") and "--lr" in message
     out = tmp_path / "run"
     assert len(metrics(out)) == 12 and not (out / "summary.json").exists()
     good = load_model(last(out), dtype=torch.float32)
@@ -430,7 +430,7 @@ def test_ten_such_steps_in_a_row_end_the_run(go, flags, broken, capsys, tmp_path
 def test_such_steps_are_counted_across_a_resume(go, broken):
     broken({s: "loss" for s in range(3, 30)})
     out = go(steps=6)
-    with pytest.raises(BadInput, match="up to step 12"):
+    with pytest.raises(BadInput, match="up to 12"):
         go(steps=30, resume=True)
     assert len(metrics(out)) == 12
 
