@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from config import Config, parse
-from errors import BadInput, run_cli
+from errors import BadInput, read_json, run_cli
 from eval import Encoded, describe, evaluate, load, load_problems, respond
 from grpo import advantages, backward
 from model import Qwen, save_model
@@ -38,14 +38,13 @@ def open_run(cfg: Config) -> Path:
     out = Path(cfg.out)
     try:
         if cfg.resume:
-            saved = json.loads((out / "config.json").read_text(encoding="utf-8"))
+            saved = read_json(out / "config.json")
             for name, value in dataclasses.asdict(cfg).items():
                 if name in ("steps", "resume", "overwrite", "out") or saved.get(name) == value:
                     continue
                 raise BadInput(f"--resume: {out} was run with {name} = {saved.get(name)!r}, got "
                                f"{value!r}; give the same flags (only --steps may change)")
-            return out
-        if out.exists() and any(out.iterdir()):
+        elif out.exists() and any(out.iterdir()):
             # A model folder has a config.json too.
             if not cfg.overwrite or '"save_every"' not in (out / "config.json").read_text():
                 raise BadInput(f"--out {out}: exists already; continue a run with --resume, "
@@ -56,9 +55,8 @@ def open_run(cfg: Config) -> Path:
         commit = subprocess.getoutput(f'git -C "{Path(__file__).parent}" describe --always --dirty')
         config = {**dataclasses.asdict(cfg), "commit": commit, "torch": torch.__version__}
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except (OSError, json.JSONDecodeError) as e:
-        raise BadInput(f"--out {out}: cannot be {'resumed' if cfg.resume else 'written'} ({e}); "
-                       "name a folder that can") from None
+    except OSError as e:
+        raise BadInput(f"--out {out}: cannot be written ({e}); name a folder that can") from None
     return out
 
 
@@ -70,7 +68,7 @@ def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: Ma
     aside.mkdir()
     save_model(model, aside)
     tok.save(aside)
-    torch.save({"step": step, "optim": optim.state_dict(), "before": before}, aside / "trainer.pt")
+    torch.save({"optim": optim.state_dict(), "before": before}, aside / "trainer.pt")
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     for old in out.glob("checkpoint-*"):
@@ -145,10 +143,13 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
 
 
 def run(cfg: Config) -> None:
-    begin, first = time.time(), 0
+    begin = time.time()
     checkpoint = max(Path(cfg.out).glob("checkpoint-*"), default=None) if cfg.resume else None
     if cfg.resume and not checkpoint:
         raise BadInput(f"--resume: {cfg.out} holds no checkpoint; start again with --overwrite")
+    first = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
+    if cfg.steps < first:
+        raise BadInput(f"--steps {cfg.steps}: the run has done {first}; expected at least that")
     tok, model = load(cfg, checkpoint)
     control = load(cfg)[1] if cfg.control else None
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
@@ -156,14 +157,11 @@ def run(cfg: Config) -> None:
         raise BadInput(f"--eval-during {cfg.eval_during}: expected at most {len(test)} problems")
     model.checkpointing = cfg.checkpointing
     optim = MasterAdamW(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm)
-    out = open_run(cfg)
-    log, before = [], None
+    out, log, before = open_run(cfg), [], None
     if checkpoint:
         saved = torch.load(checkpoint / "trainer.pt", map_location=cfg.device)
         optim.load_state_dict(saved["optim"])
-        first, before = saved["step"], saved["before"]
-        if cfg.steps < first:
-            raise BadInput(f"--steps {cfg.steps}: {out} has done {first}; expected as many or more")
+        before = saved["before"]
         keep_lines(out / "samples.jsonl", first)
         log = keep_lines(out / "metrics.jsonl", first)
     if cfg.model is None:

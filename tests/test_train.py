@@ -710,10 +710,11 @@ def test_bad_input_on_resume(go, flags, varied, capsys, tmp_path):
     text = (out / "config.json").read_text()
     for damage in (lambda path: path.write_text(text[:50]), Path.unlink):
         damage(out / "config.json")
-        assert_refused(flags(save_every=2, resume=True), "--out", capsys, tmp_path)
+        assert_refused(flags(save_every=2, resume=True), "config.json", capsys, tmp_path)
     (out / "config.json").write_text(text)
     go(save_every=2, resume=True, steps=6)
     assert len(metrics(out)) == 6
+    assert json.loads((out / "config.json").read_text())["steps"] == 6  # as resolved last
 
 
 def test_bad_input_from_the_shell(flags, tmp_path):
