@@ -68,7 +68,7 @@ def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: Ma
     aside.mkdir()
     save_model(model, aside)
     tok.save(aside)
-    torch.save({"optim": optim.state_dict(), "before": before}, aside / "trainer.pt")
+    torch.save({"step": step, "optim": optim.state_dict(), "before": before}, aside / "trainer.pt")
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     for old in out.glob("checkpoint-*"):
