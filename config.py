@@ -1,7 +1,4 @@
-"""Every flag of the programs: one frozen dataclass; flags are its fields in kebab-case.
-
-`None` depends on the model, see `DEFAULTS`. What was resolved is what is printed and saved.
-"""
+"""Every flag of the programs, as one frozen dataclass. `None` depends on the model: `DEFAULTS`."""
 
 import argparse
 import dataclasses
@@ -26,7 +23,7 @@ def flag(default, help: str, choices: typing.Sequence[str] | None = None):
 class Config:
     task: str = flag("gsm8k", "what to learn", ["gsm8k"])
     model: str | None = flag(None, "Qwen checkpoint folder; the embedded model if not given")
-    data_dir: str | None = flag(None, "folder with train.jsonl, test.jsonl; else downloaded")
+    data_dir: str | None = flag(None, "folder of {train,test}.jsonl, or `stories`; else downloaded")
     shots: int = flag(0, "solved examples before each question of a real data set")
     out: str | None = flag(None, "folder of the run; a new out/<task>-<time> if not given")
     resume: bool = flag(False, "continue the run in --out")
@@ -44,8 +41,8 @@ class Config:
     window: int = flag(32, "newest prompt positions that are never evicted")
     lam: float = flag(0.1, "weight of the distillation KL")
     loss: str = flag("dapo", "token weighting", list(LOSSES))
-    eps_low: float = flag(0.2, "lower clip of the ratio")
-    eps_high: float = flag(0.2, "upper clip of the ratio")
+    eps_low: float = flag(0.2, "lower clip of the ratio, idle with one update a rollout")
+    eps_high: float = flag(0.2, "upper clip of the ratio, idle with one update a rollout")
     lr: float | None = flag(None, "learning rate of AdamW, constant")
     max_grad_norm: float = flag(1.0, "gradient norm to clip to")
     micro_samples: int = flag(0, "samples of a group in one backward pass; 0 = all")
@@ -78,8 +75,7 @@ class Config:
         return Eviction(self.policy, self.keep, self.sinks, self.window, self.seed)
 
     def objective(self) -> Objective:
-        return Objective(self.loss, self.lam, self.eps_low, self.eps_high, self.temperature,
-                         self.micro_samples)
+        return Objective(*(getattr(self, f.name) for f in dataclasses.fields(Objective)))
 
 
 # What a flag that was not given becomes: (embedded model, real model).
@@ -99,7 +95,10 @@ def resolve(cfg: Config) -> Config:
 
 def parse(argv: list[str], doc: str, only: typing.Sequence[str] = ()) -> Config:
     """The resolved config of a command line; `only` = the fields that this program has."""
+    def refuse(message: str):
+        raise BadInput(f"{message}; see --help")
     parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0], allow_abbrev=False)
+    parser.error = refuse
     types = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         if only and f.name not in only:

@@ -11,12 +11,14 @@ class BadInput(ValueError):
 
 
 def run_cli(main: Callable[[], None]) -> None:
-    """Run a program; a `BadInput` ends it with one line and status 2, no traceback."""
+    """Run a program; `BadInput`, or a file that fails, ends it with one line and status 2."""
     try:
         main()
-    except BadInput as e:
+    except (BadInput, OSError) as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def read_json(path: Path) -> dict:

@@ -32,14 +32,19 @@ def load(cfg: Config, folder: str | None = None) -> tuple[Tokenizer, Qwen]:
     """Tokenizer and model of a folder; of `cfg.model` or the embedded one if none is named."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward gave NaN with an explicit mask
     folder = folder or cfg.model or str(stories.MODEL)
-    return Tokenizer.load(folder), load_model(folder, dtype=DTYPES[cfg.dtype], device=cfg.device)
+    tok = Tokenizer.load(folder)
+    model = load_model(folder, dtype=DTYPES[cfg.dtype], device=cfg.device)
+    if tok.vocab_size > model.cfg.V:
+        raise BadInput(f"{folder}: tokenizer of {tok.vocab_size}, model of {model.cfg.V} tokens; "
+                       "expected the files of one checkpoint")
+    return tok, model
 
 
 def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
     """The task's problems: generated stories for the embedded model, GSM8K for a real one. A prompt
     longer than `max_prompt` is BadInput, never cut."""
-    embedded = cfg.model is None and cfg.data_dir is None
-    problems = stories.load(split) if embedded else gsm8k.load(split, cfg.data_dir, shots=cfg.shots)
+    ours = cfg.data_dir == "stories" or (cfg.model is None and cfg.data_dir is None)
+    problems = stories.load(split) if ours else gsm8k.load(split, cfg.data_dir, shots=cfg.shots)
     encoded = [(p, tok.chat(p.prompt)) for p in problems]
     for p, ids in encoded:
         if len(ids) > cfg.max_prompt:

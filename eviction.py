@@ -8,7 +8,6 @@ not replay that. `evict` turns a score into a decision, frees the slots and reco
 Invariant: eviction is permanent, so this one integer a key says all there is to say.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +35,7 @@ class Eviction:
         if not 0 < self.keep <= 1:
             raise BadInput(f"--keep {self.keep}: expected a share in (0, 1]; 1 evicts nothing")
         if self.sinks < 0 or self.window < 1:
-            raise BadInput(f"--sinks {self.sinks} --window {self.window}: expected sinks >= 0 and "
-                           "window >= 1; the newest key must stay")
+            raise BadInput(f"--sinks {self.sinks} --window {self.window}: expected >= 0 and >= 1")
 
     def budget(self, P: int) -> int:
         """How many of a prompt's P keys stay in each layer and KV head."""
@@ -87,7 +85,7 @@ def random(seen: Seen) -> Tensor:
     """One lifelong priority, a hash of (seed, sequence, layer, head, position): the control."""
     head = torch.arange(seen.pos.shape[1], device=seen.pos.device)[:, None]
     x = seen.pos
-    for part in (head, seen.layer, seen.sequence, seen.seed):
+    for part in (head, seen.layer, seen.sequence, seen.seed % 2**31):  # products fit int64
         x = _mix(x + part * 0x9E3779B9 + 1)
     return (x >> 40).float()  # 24 bits: exact in float32
 
@@ -99,8 +97,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 31 & 0x1FFFFFFFF)
 
 
-POLICIES: dict[str, Callable[[Seen], Tensor]] = {
-    "snapkv": snapkv, "recent": recent, "random": random}
+POLICIES = {"snapkv": snapkv, "recent": recent, "random": random}
 DENSE = Eviction(keep=1.0)  # a full cache
 
 

@@ -4,8 +4,7 @@
 
 Track 1 is the masked pass; the teacher of track 2 is a dense pass of the same weights. Both terms
 are sums over tokens with weights fixed for the whole optimiser step, so gradients do not depend on
-how it is split. With one update a rollout the ratio is 1 and the policy loss, not its gradient, 0.
-
+how it is split. With one update a rollout the ratio is 1 and the policy loss near 0.
 Sources: SMD arXiv 2605.06850; GRPO arXiv 2402.03300, section 4.1; DAPO arXiv 2503.14476 (token
 mean); Dr. GRPO arXiv 2503.20783 (constant denominator, no division by the deviation).
 """
@@ -66,8 +65,7 @@ def token_weights(mask: Tensor, loss: str) -> Tensor:
 
 
 def policy_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, eps_low: float, eps_high: float):
-    """Clipped surrogate of each token (to be minimised), and whether the clip decided it; of
-    broadcastable logp, old_logp, advantage."""
+    """Clipped surrogate of each token (to be minimised), and whether the clip decided it."""
     ratio = (logp - old_logp).exp()
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
     plain, clipped = ratio * advantage, clipped * advantage

@@ -46,13 +46,8 @@ class KVCache:
         """Attention of prompt n (one row, from position 0). Each layer is evicted as it is done and
         only the kept keys enter the cache: the transient is one layer's prompt, not all layers'."""
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            _, Hkv, P, D = k.shape
-            o = causal(layer, q, k, v)
-            if (K := self.shared_k[n].shape[2]) == P:
-                self.shared_k[n][layer], self.shared_v[n][layer] = k[0], v[0]
-                return o
+            (_, Hkv, P, D), K, e = k.shape, self.shared_k[n].shape[2], self.eviction
             pos = torch.arange(P, device=k.device).expand(1, Hkv, P).clone()
-            e = self.eviction
             score = POLICIES[e.policy](Seen(q[:, :, -e.window:], k, pos, layer, e.seed, sequence))
             record = self.evict_at[n][layer, :1]  # (1, Hkv, T)
             evict(score, pos, record, t=P - 1, budget=K, sinks=e.sinks, window=e.window)
@@ -60,7 +55,7 @@ class KVCache:
             live = (pos[0] >= 0).nonzero()[:, 1].view(Hkv, K, 1).expand(-1, -1, D)
             self.shared_k[n][layer] = k[0].gather(1, live)
             self.shared_v[n][layer] = v[0].gather(1, live)
-            return o
+            return causal(layer, q, k, v)
 
         return attend
 

@@ -61,8 +61,8 @@ class ModelConfig:
         flat = {**hf, **ropes[0], **ropes[1]}  # where rope_theta may be
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                  "num_key_value_heads", "intermediate_size", "rms_norm_eps", "rope_theta")
-        if missing := [key for key in sizes if key not in flat]:
-            raise BadInput(f"{where}: {missing[0]} is missing; use a complete config.json")
+        if bad := [x for x in sizes if not isinstance(flat.get(x), (int, float)) or flat[x] <= 0]:
+            raise BadInput(f"{where}: {bad[0]} is missing or not positive; use a whole checkpoint")
         V, C, L, Hq, Hkv, ffn, eps, theta = (flat[key] for key in sizes)
         D = hf.get("head_dim") or (128 if kind == "qwen3" else C // Hq)  # the format's defaults
         if Hq % Hkv or D % 2:

@@ -1,8 +1,7 @@
 """AdamW on float32 master weights, with gradient clipping.
 
-bfloat16 has 8 bits of mantissa: an update of 1e-6 on a weight of 0.01 is rounded away, and so are
-small gradients added to a large sum. Masters and accumulated gradients are therefore float32, and
-the network's own weights are a rounded copy. Wider weights are their own masters.
+bfloat16 rounds away an update of 1e-6 on a weight of 0.01, or a small gradient in a large sum. So
+masters and gradient sums are float32; the network's weights are a rounded copy, or the masters.
 """
 
 import torch

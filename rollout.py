@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from errors import BadInput
 from eviction import Eviction
 from kvcache import KVCache
 from model import Qwen
@@ -46,19 +47,20 @@ def uniforms(seed: int, step: int, sequence: int, sample: int, R: int) -> np.nda
 
 
 def choose(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Pick a token a row: int64 (B,), and its log-prob (B,) in the dtype of the logits.
+    """Pick a token a row: int64 (B,), and its log-prob (B,) in the dtype of the logits (B, V).
     Args:
-        logits: (B, V) float32 or wider.
         temperature: 0 = greedy, whose log-prob is reported at temperature 1.
         u: (B,) float64 in [0, 1).
     """
     logp = (logits / (temperature or 1.0)).log_softmax(-1)
+    if logp.isnan().any():
+        raise BadInput("the model's log-probs are NaN; lower --lr or raise --temperature")
     if temperature == 0:
         token = logits.argmax(-1)
     else:
         cdf = logp.double().exp().cumsum(-1)
         # Scaled by the last entry, which rounding leaves beside 1, so u < 1 always finds a token
-        # of positive probability. NaN finds none: the index is V, and `gather` refuses it.
+        # of positive probability.
         token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
     return token, logp.gather(-1, token[:, None])[:, 0]
 

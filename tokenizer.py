@@ -3,8 +3,7 @@
 tiktoken merges the pair whose union has the lowest id, Hugging Face the earliest pair of a list:
 the same where ids are in merge order, which `load` checks. Of the folder's chat template only the
 default system prompt and the switch of Qwen3's thinking are read.
-Invariant: text never becomes a control token. `chat` alone places the ids of <|im_end|> and its
-like; a document that spells one is encoded as the letters it is.
+Invariant: text never becomes a control token; `chat` alone places the ids of <|im_end|> and others.
 Source: GPT-2's byte map; split pattern, NFC and chat format of the Qwen2, Qwen2.5, Qwen3 folders.
 """
 

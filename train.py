@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from config import Config, parse
@@ -31,6 +32,7 @@ from optim import MasterAdamW
 from tokenizer import Tokenizer
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row that end a run
+CHECKPOINTS = "checkpoint-" + 6 * "[0-9]"
 
 
 def open_run(cfg: Config) -> Path:
@@ -51,7 +53,6 @@ def open_run(cfg: Config) -> Path:
                                "replace it with --overwrite, or name another folder")
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
-        # Outside a git checkout `commit` holds git's complaint.
         commit = subprocess.getoutput(f'git -C "{Path(__file__).parent}" describe --always --dirty')
         config = {**dataclasses.asdict(cfg), "commit": commit, "torch": torch.__version__}
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -66,27 +67,29 @@ def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: Ma
     aside, final = out / "checkpoint.tmp", out / f"checkpoint-{step:06d}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    save_model(model, aside)
-    tok.save(aside)
-    torch.save({"step": step, "optim": optim.state_dict(), "before": before}, aside / "trainer.pt")
-    shutil.rmtree(final, ignore_errors=True)
-    aside.rename(final)
-    for old in out.glob("checkpoint-*"):
-        if old != final:
-            shutil.rmtree(old)
+    try:
+        save_model(model, aside)
+        tok.save(aside)
+        state = {"step": step, "optim": optim.state_dict(), "before": before}
+        torch.save(state, aside / "trainer.pt")
+        aside.rename(final)
+    except (OSError, RuntimeError, SafetensorError) as e:
+        raise BadInput(f"{aside}: cannot be written ({e}); make room and --resume") from e
+    for old in set(out.glob(CHECKPOINTS)) - {final}:
+        shutil.rmtree(old)
 
 
 def keep_lines(path: Path, steps: int) -> list[dict]:
     """Drop the log lines of steps that will be done again after a resume; returns the others."""
-    lines = path.read_bytes().splitlines(keepends=True)  # of text, it would split at U+2028
-    kept = [x for x in lines if x.endswith(b"\n") and json.loads(x)["step"] <= steps]
-    path.write_bytes(b"".join(kept))
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= steps]
+    path.write_text("".join(kept), encoding="utf-8")
     return [json.loads(x) for x in kept]
 
 
 def append(path: Path, rows: list[dict]) -> None:
     with path.open("a", encoding="utf-8") as f:
-        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 @contextlib.contextmanager
@@ -144,7 +147,7 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
 
 def run(cfg: Config) -> None:
     begin = time.time()
-    checkpoint = max(Path(cfg.out).glob("checkpoint-*"), default=None) if cfg.resume else None
+    checkpoint = max(Path(cfg.out).glob(CHECKPOINTS), default=None) if cfg.resume else None
     if cfg.resume and not checkpoint:
         raise BadInput(f"--resume: {cfg.out} holds no checkpoint; start again with --overwrite")
     first = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
@@ -153,6 +156,8 @@ def run(cfg: Config) -> None:
     tok, model = load(cfg, checkpoint)
     control = load(cfg)[1] if cfg.control else None
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
+    if cfg.prompts > len(train):
+        raise BadInput(f"--prompts {cfg.prompts}: expected at most {len(train)} problems")
     if cfg.eval_every and cfg.eval_during > len(test):
         raise BadInput(f"--eval-during {cfg.eval_during}: expected at most {len(test)} problems")
     model.checkpointing = cfg.checkpointing
@@ -164,7 +169,7 @@ def run(cfg: Config) -> None:
         before = saved["before"]
         keep_lines(out / "samples.jsonl", first)
         log = keep_lines(out / "metrics.jsonl", first)
-    if cfg.model is None:
+    if cfg.model is None and cfg.data_dir is None:
         print("the model embedded in data/ learns on generated GSM8K-style stories; for a real "
               "Qwen2.5 or Qwen3 checkpoint on GSM8K itself: --model FOLDER")
     print(json.dumps(dataclasses.asdict(cfg)))
@@ -189,7 +194,8 @@ def run(cfg: Config) -> None:
         if sum(x["step/skipped"] for x in log[-MAX_BAD_STEPS:]) == MAX_BAD_STEPS:
             raise BadInput(f"{MAX_BAD_STEPS} steps in a row, up to {done}, had a NaN or infinite "
                            f"loss or gradient; {out} keeps the last good checkpoint; lower --lr")
-        if done == cfg.steps or (cfg.save_every and done % cfg.save_every == 0):
+        due = done == cfg.steps or (cfg.save_every and done % cfg.save_every == 0)
+        if due and not metrics["step/skipped"]:  # else the weights may be what is wrong
             save_checkpoint(out, done, model, tok, optim, before)
 
     summary = {"steps": cfg.steps, "n_eval": cfg.limit,

@@ -115,9 +115,10 @@ def _read(split: str, data_dir: str | None) -> list[tuple[str, str, str]]:
             # Without the calculator's marks: 48/2 = <<48/2=24>>24
             question, text = (re.sub("<<[^<>]*>>", "", row[key]) for key in ("question", "answer"))
             solution, answer = text.rsplit("####", 1)
-            float(answer.replace(",", ""))  # raises if it is no number
+            if final_number(answer) != Fraction(answer.strip().replace(",", "")):
+                raise ValueError(f"no plain number {answer!r}")
             rows.append((question, solution.rstrip(), answer.strip()))
-        except (KeyError, TypeError, ValueError) as e:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as e:
             raise BadInput(f"{path}:{number}: {e!r}; expected an object with texts question and "
                            "answer, which ends in '#### NUMBER'; mend the line") from e
     return rows

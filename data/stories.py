@@ -1,8 +1,7 @@
 """Generated GSM8K-style word problems: the task of the embedded model, with nothing to download.
 
-A prompt holds two solved examples and then a problem whose facts stand among irrelevant ones: half
-of its KV cache is dispensable, but only the right half. A solution is two to four arithmetic steps
-and GSM8K's own last line, `#### N`. Problem `i` of a split is a function of (split, i) alone.
+A prompt holds two solved examples and a problem whose facts stand among irrelevant ones: half of
+its KV cache is dispensable, but only the right half. A solution ends in GSM8K's line `#### N`.
 """
 
 import random
@@ -103,7 +102,7 @@ def prompt(r: random.Random, question: str, examples: int = EXAMPLES) -> str:
 
 
 def problem(split: str, index: int) -> Problem:
-    """Problem `index` of the split "train" or "test"; prompts have 170 to 303 tokens."""
+    """Problem `index` of the split "train" or "test"; prompts have 170 to 282 tokens."""
     r = random.Random(f"{split} {index}")
     question, steps, _ = story(r, r.randint(1, 3))
     return Problem(index, prompt(r, question), str(result(steps[-1])))
