@@ -29,5 +29,5 @@ def read_json(path: Path) -> dict:
             raise ValueError(f"a JSON {type(content).__name__}, not an object")
         return content
     except (OSError, ValueError) as e:
-        raise BadInput(f"{path}: cannot be read as JSON ({e}); expected an object {{...}}; "
-                       "name a complete folder") from None
+        raise BadInput(f"{path}: cannot be read as JSON ({e}); expected an object {{...}} "
+                       "in a whole, downloaded folder; name one") from None

@@ -7,7 +7,7 @@ and read by all G samples of the group; the *own* segment holds each row's respo
                                                   but other keys, in each layer and head
     own      k, v: (L, B, Hkv, S, D), pos: (L, B, Hkv, S), -1 = free     B = N * G rows, S slots
 
-While decoding, a token is written into a free slot and nothing else is allocated. Slot order
+While decoding, a token is written into a free slot: key and value storage never grows. Slot order
 carries no meaning; a key keeps the rotation of its position.
 """
 

@@ -172,7 +172,7 @@ def run(cfg: Config) -> None:
     if cfg.model is None and cfg.data_dir is None:
         print("the model embedded in data/ learns on generated GSM8K-style stories; for a real "
               "Qwen2.5 or Qwen3 checkpoint on GSM8K itself: --model FOLDER")
-    print(json.dumps(dataclasses.asdict(cfg)))
+    print(json.dumps(dataclasses.asdict(cfg)), flush=True)
     if cfg.limit and before is None:
         before = evaluate(model, tok, test[: cfg.limit], cfg)
         print("before: " + describe(before), flush=True)

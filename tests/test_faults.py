@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -203,3 +204,18 @@ def test_an_interrupt_is_no_traceback(rows):
     run.send_signal(signal.SIGINT)
     error = run.communicate(timeout=60)[1]
     assert run.returncode == 130 and "Traceback" not in error
+
+
+@pytest.mark.parametrize("page", ["README.md", "results/embedded.md", "results/mismatch.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    links = [x for x in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in x]
+    assert all((ROOT / page).parent.joinpath(x).exists() for x in links), links
+    assert links or page != "README.md"
+
+
+def test_lengths_that_the_readme_states():
+    cfg = parse(["--task", "gsm8k"], "")
+    tok, _ = load(cfg)
+    lengths = [len(ids) for split in ("train", "test") for _, ids in load_problems(cfg, split, tok)]
+    assert f"{min(lengths)} to {max(lengths)} tokens" in (ROOT / "README.md").read_text()
