@@ -48,15 +48,16 @@ class KVCache:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             (_, Hkv, P, D), K, e = k.shape, self.shared_k[n].shape[2], self.eviction
             pos = torch.arange(P, device=k.device).expand(1, Hkv, P).clone()
-            score = POLICIES[e.policy](Seen(q[:, :, -e.window:], k, pos, layer, e.seed, sequence))
-            record = self.evict_at[n][layer, :1]  # (1, Hkv, T)
-            evict(score, pos, record, t=P - 1, budget=K, sinks=e.sinks, window=e.window)
-            self.evict_at[n][layer] = record  # the same for all samples
+            if K < P:
+                seen = Seen(q[:, :, -e.window:], k, pos, layer, e.seed, sequence)
+                record = self.evict_at[n][layer, :1]  # (1, Hkv, T)
+                evict(POLICIES[e.policy](seen), pos, record, t=P - 1, budget=K, sinks=e.sinks,
+                      window=e.window)
+                self.evict_at[n][layer] = record  # the same for all samples
             live = (pos[0] >= 0).nonzero()[:, 1].view(Hkv, K, 1).expand(-1, -1, D)
             self.shared_k[n][layer] = k[0].gather(1, live)
             self.shared_v[n][layer] = v[0].gather(1, live)
             return causal(layer, q, k, v)
-
         return attend
 
     def decode(self, pos: Tensor) -> Attend:
@@ -66,7 +67,6 @@ class KVCache:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._write(layer, k, v, pos)
             return self._attention(layer, q)
-
         return attend
 
     def _write(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
