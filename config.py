@@ -10,7 +10,7 @@ from datetime import datetime
 import torch
 
 from errors import BadInput
-from eviction import POLICIES, Eviction
+from eviction import LAYER_BUDGETS, POLICIES, Eviction
 from grpo import LOSSES, Objective
 from model import DTYPES
 
@@ -35,10 +35,21 @@ class Config:
     max_prompt: int = flag(1024, "longest prompt, tokens; a longer one is an error")
     max_new: int | None = flag(None, "longest response, tokens")
     temperature: float = flag(1.0, "of sampling, replayed by the learner")
-    policy: str = flag("snapkv", "eviction policy", list(POLICIES))
-    keep: float = flag(0.5, "share of a prompt's keys kept, in (0, 1]")
+    policy: str = flag("snapkv", "eviction policy, see below", list(POLICIES))
+    keep: float | None = flag(None, "share of a prompt's keys kept when prefill ends, in (0, 1]; "
+                              "0.5 if not given, 1 with --budget")
+    budget: int | None = flag(None, "B: a sequence is cut back to B keys, in every layer and head, "
+                              "whenever it holds B + N; no limit if not given")
+    evict_every: int | None = flag(None, "N of --budget; 128 if not given")
+    prefill_chunk: int | None = flag(None, "K: prefill a prompt longer than its budget K tokens at "
+                                     "a time and evict after each; in one piece if not given")
+    layer_budget: str = flag("uniform", "the same budget in every layer, or linearly falling with "
+                             "depth from 3/2 to 1/2 of it", list(LAYER_BUDGETS))
     sinks: int = flag(4, "first positions that are never evicted")
-    window: int = flag(32, "newest prompt positions that are never evicted")
+    recent: int | None = flag(None, "newest positions that are never evicted; --window if not "
+                              "given, at most 8 while decoding; half of the budget for h2o")
+    window: int = flag(32, "last queries whose attention snapkv and rkv read, at most 8 while "
+                       "decoding")
     lam: float = flag(0.1, "weight of the distillation KL")
     loss: str = flag("dapo", "token weighting", list(LOSSES))
     eps_low: float = flag(0.2, "lower clip of the ratio, idle with one update a rollout")
@@ -67,12 +78,15 @@ class Config:
                 raise BadInput(f"{name} {value}: expected a positive number")
         if self.resume and (self.out is None or self.overwrite):
             raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
+        if self.evict_every is not None and self.budget is None:
+            raise BadInput(f"--evict-every {self.evict_every}: expected --budget B with it")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("--device cuda: torch sees no CUDA device; use --device cpu")
         self.eviction()  # checks its own flags
 
     def eviction(self) -> Eviction:
-        return Eviction(self.policy, self.keep, self.sinks, self.window, self.seed)
+        return Eviction(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Eviction)
+                           if getattr(self, f.name) is not None})
 
     def objective(self) -> Objective:
         return Objective(*(getattr(self, f.name) for f in dataclasses.fields(Objective)))
@@ -86,6 +100,10 @@ DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lr": (1e-4, 1e-6), "contr
 def resolve(cfg: Config) -> Config:
     given = {name: values[cfg.model is not None] for name, values in DEFAULTS.items()
              if getattr(cfg, name) is None}
+    if cfg.keep is None:
+        given["keep"] = 0.5 if cfg.budget is None else 1.0
+    if cfg.budget is not None and cfg.evict_every is None:
+        given["evict_every"] = Eviction.evict_every
     if cfg.device == "auto":
         given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     if cfg.out is None:
@@ -97,16 +115,22 @@ def parse(argv: list[str], doc: str, only: typing.Sequence[str] = ()) -> Config:
     """The resolved config of a command line; `only` = the fields that this program has."""
     def refuse(message: str):
         raise BadInput(f"{message}; see --help")
-    parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0], allow_abbrev=False)
+    policies = [f"  {name:9}{policy.score.__doc__.splitlines()[0]}"
+                for name, policy in POLICIES.items()]
+    parser = argparse.ArgumentParser(
+        description=doc.split("\n", 1)[0], epilog="\n".join(["policies:", *policies]),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.error = refuse
     types = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         if only and f.name not in only:
             continue
         kind = [t for t in typing.get_args(types[f.name]) or [types[f.name]] if t is not type(None)]
-        default = DEFAULTS.get(f.name)
-        text = f"{default[0]} embedded, {default[1]} real model" if default else f"{f.default}"
-        text = f"{f.metadata['help']} (default: {text})"
+        default, text = f.default, f.metadata["help"]
+        if f.name in DEFAULTS:
+            default = "{} embedded, {} real model".format(*DEFAULTS[f.name])
+        if default is not None:
+            text = f"{text} (default: {default})"
         how = ({"action": argparse.BooleanOptionalAction} if kind == [bool] else
                {"type": kind[0], "choices": f.metadata["choices"], "required": f.name == "task"})
         parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=text, **how)

@@ -6,6 +6,7 @@
 Decoding is `rollout.generate` at temperature 0: what is evaluated is what training samples from.
 """
 
+import dataclasses
 import json
 import math
 import sys
@@ -22,8 +23,9 @@ from rollout import Rollout, generate
 from tokenizer import Tokenizer
 
 BATCH = 64  # prompts decoded together
-FLAGS = ("task", "model", "data_dir", "shots", "limit", "max_prompt", "max_new", "policy", "keep",
-         "sinks", "window", "seed", "dtype", "device")
+SCHEDULE = tuple(f.name for f in dataclasses.fields(Eviction))
+FLAGS = ("task", "model", "data_dir", "shots", "limit", "max_prompt", "max_new", "dtype", "device",
+         *SCHEDULE)
 
 Encoded = list[tuple[gsm8k.Problem, list[int]]]  # problems with their prompt's token ids
 
@@ -102,9 +104,8 @@ def main() -> None:
     tok, model = load(cfg)
     encoded = load_problems(cfg, "test", tok)[: cfg.limit]
     results = evaluate(model, tok, encoded, cfg)
-    print(f"greedy accuracy, n = {len(encoded)}, {cfg.policy} keep {cfg.keep:g}: "
-          + describe(results))
-    print(json.dumps({"model": cfg.model, "policy": cfg.policy, "keep": cfg.keep, **results}))
+    print(f"greedy accuracy, n = {len(encoded)}: " + describe(results))
+    print(json.dumps({"model": cfg.model, **dataclasses.asdict(cfg.eviction()), **results}))
 
 
 if __name__ == "__main__":

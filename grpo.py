@@ -114,10 +114,14 @@ def group_terms(model: Qwen, rollout: Rollout, n: int, samples: slice, *, temper
     hidden = model(ids, pos, attend)[0]
     teacher = None
     if distil and replay and bool((record != NEVER).any()):
-        with torch.no_grad():  # response rows alone: the prompt's are the same in both passes
-            dense = Replay(dense_record(record), P, prompt_kv=attend.prompt_kv)
-            responses = model(ids[:, P:], pos[:, P:], dense)[0]
-            teacher = torch.cat((hidden[:P].detach(), responses))[row[mask]]
+        record = dense_record(record)
+        with torch.no_grad():
+            if attend.dense_prompt:  # then the prompt's rows are the same in both passes
+                dense = Replay(record, P, prompt_kv=attend.prompt_kv)
+                responses = model(ids[:, P:], pos[:, P:], dense)[0]
+                teacher = torch.cat((hidden[:P].detach(), responses))[row[mask]]
+            else:
+                teacher = model(ids, pos, Replay(record, P))[0, row[mask]]
     return *token_terms(model, hidden[row[mask]], teacher, tokens[mask], temperature), mask
 
 

@@ -1,105 +1,239 @@
 """The KV cache of a rollout: slots allocated once, attention over the live ones, and the record.
 
-Two segments under one softmax. The *shared* segment holds the kept keys of a prompt, stored once
-and read by all G samples of the group; the *own* segment holds each row's response keys.
+A token is written into a free slot; eviction marks slots free (pos = -1) and the next tokens
+overwrite them. Nothing is sliced, concatenated or moved while decoding: storage never grows. Slot
+order carries no meaning; a key keeps the rotation of its position.
 
-    shared   k, v: N tensors (L, Hkv, K_n, D)     K_n = kept keys of prompt n: the same integer,
-                                                  but other keys, in each layer and head
-    own      k, v: (L, B, Hkv, S, D), pos: (L, B, Hkv, S), -1 = free     B = N * G rows, S slots
-
-While decoding, a token is written into a free slot: key and value storage never grows. Slot order
-carries no meaning; a key keeps the rotation of its position.
+Attention runs over two segments under one softmax: the kept keys of a *prompt*, stored once and
+read by all G samples of the group, and each row's *own* slots. Where samples evict prompt keys on
+their own while decoding (a budget), these go into the rows' own slots and the first is empty.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from eviction import NEVER, POLICIES, Eviction, Seen, evict
+from eviction import ELEMENTS, NEVER, POLICIES, Eviction, Seen, evict
 from model import Attend, ModelConfig, causal
 
 
-class KVCache:
-    """Slots for N prompts of G samples with up to S response tokens each."""
-    def __init__(self, cfg: ModelConfig, prompt_lens: list[int], G: int, S: int, *,
-                 eviction: Eviction, dtype: torch.dtype, device: torch.device | str = "cpu"):
-        self.G, self.eviction = G, eviction
-        B = len(prompt_lens) * G
-        self.k = torch.zeros(cfg.L, B, cfg.Hkv, S, cfg.D, dtype=dtype, device=device)
+class Slots:
+    """One layer's keys and values: S slots for each of B rows and KV heads."""
+
+    def __init__(self, cfg: ModelConfig, B: int, S: int, *, votes: int, mass: bool,
+                 dtype: torch.dtype, device: torch.device | str):
+        self.k = torch.zeros(B, cfg.Hkv, S, cfg.D, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
-        self.pos = torch.full((cfg.L, B, cfg.Hkv, S), -1, dtype=torch.int64, device=device)
-        self.shared_k, self.shared_v, self.evict_at = [], [], []
-        for P in prompt_lens:
-            shape = (cfg.L, cfg.Hkv, eviction.budget(P), cfg.D)
-            self.shared_k.append(self.k.new_zeros(shape))
-            self.shared_v.append(self.k.new_zeros(shape))
-            # A key's index in the record is its position.
-            record = torch.full((cfg.L, G, cfg.Hkv, P + S), NEVER, dtype=torch.int32, device=device)
-            self.evict_at.append(record)
-        self.written = 0  # tokens written to each row so far: no slot above it was ever used
+        self.pos = torch.full((B, cfg.Hkv, S), -1, dtype=torch.int64, device=device)
+        self.used = 0  # no slot from here on was ever written
+        # What policies look at: the last queries, and the attention that each key has received.
+        self.q = torch.zeros(B, cfg.Hq, votes, cfg.D, dtype=dtype, device=device)
+        wide = dtype if dtype == torch.float64 else torch.float32
+        self.mass = self.k.new_zeros(self.pos.shape, dtype=wide) if mass else None
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all key and value storage, allocated once, live or not."""
-        return sum(x.nbytes for x in (self.k, self.v, *self.shared_k, *self.shared_v))
+        return self.k.nbytes + self.v.nbytes
 
-    def prefill(self, n: int, sequence: int) -> Attend:
-        """Attention of prompt n (one row, from position 0). Each layer is evicted as it is done and
-        only the kept keys enter the cache: the transient is one layer's prompt, not all layers'."""
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            (_, Hkv, P, D), K, e = k.shape, self.shared_k[n].shape[2], self.eviction
-            pos = torch.arange(P, device=k.device).expand(1, Hkv, P).clone()
-            if K < P:
-                seen = Seen(q[:, :, -e.window:], k, pos, layer, e.seed, sequence)
-                record = self.evict_at[n][layer, :1]  # (1, Hkv, T)
-                evict(POLICIES[e.policy](seen), pos, record, t=P - 1, budget=K, sinks=e.sinks,
-                      window=e.window)
-                self.evict_at[n][layer] = record  # the same for all samples
-            live = (pos[0] >= 0).nonzero()[:, 1].view(Hkv, K, 1).expand(-1, -1, D)
-            self.shared_k[n][layer] = k[0].gather(1, live)
-            self.shared_v[n][layer] = v[0].gather(1, live)
-            return causal(layer, q, k, v)
-        return attend
-
-    def decode(self, pos: Tensor) -> Attend:
-        """Attention of one new token a row, at positions pos (B,) int64: write, then attend."""
-        self.written = min(self.written + 1, self.k.shape[3])
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._write(layer, k, v, pos)
-            return self._attention(layer, q)
-        return attend
-
-    def _write(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        B, Hkv, _, D = k.shape
-        held = self.pos[layer, :, :, : self.written]
-        slot = (held < 0).int().argmax(-1, keepdim=True)  # (B, Hkv, 1) the first free one
-        assert (held.gather(-1, slot) < 0).all(), "no free slot"
-        held.scatter_(-1, slot, pos.view(B, 1, 1).expand(-1, Hkv, -1))
+    def write(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Put k, v (B, Hkv, T, D) into free slots; pos (B, T) int64, -1 leaves the slot free."""
+        B, Hkv, T, D = k.shape
+        self.used = min(self.used + T, self.k.shape[2])
+        held = self.pos[:, :, : self.used]
+        count = (held < 0).cumsum(-1)  # the i-th free slot is where the count reaches i
+        i = torch.arange(1, T + 1, device=pos.device).expand(B, Hkv, T).contiguous()
+        slot = torch.searchsorted(count, i)  # (B, Hkv, T)
+        assert (slot < self.used).all(), "no free slot"
+        held.scatter_(-1, slot, pos[:, None].expand(-1, Hkv, -1))
         at = slot.unsqueeze(-1).expand(-1, -1, -1, D)
-        self.k[layer].scatter_(2, at, k)
-        self.v[layer].scatter_(2, at, v)
+        self.k.scatter_(2, at, k)
+        self.v.scatter_(2, at, v)
+        if self.mass is not None:
+            self.mass.scatter_(-1, slot, 0)  # what the slot held before is forgotten
 
-    def _attention(self, layer: int, q: Tensor) -> Tensor:
-        B, Hq, _, D = q.shape
-        held = self.pos[layer, :, :, : self.written]  # (B, Hkv, S)
-        own_k, own_v = (x[layer, :, :, : self.written] for x in (self.k, self.v))
-        Hkv, S, G = held.shape[1], held.shape[2], self.G
-        K = max(x.shape[2] for x in self.shared_k)
-        q = q.view(B, Hkv, Hq // Hkv, D) * D**-0.5
+    def attend(self, q: Tensor, pos: Tensor, prompts: Sequence["Slots"] = ()) -> Tensor:
+        """Attention of q (B, Hq, T, D) at pos (B, T) over the live keys at or before each; o like
+        q. `prompts` (T = 1 then): N rows whose keys are read by B / N rows each."""
+        step = max(1, ELEMENTS // (q.shape[0] * q.shape[1] * self.used))
+        parts = [self._attend(*x, prompts) for x in zip(q.split(step, 2), pos.split(step, 1),
+                                                        strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _attend(self, q: Tensor, pos: Tensor, prompts: Sequence["Slots"]) -> Tensor:
+        B, Hq, T, D = q.shape
+        own_k, own_v = (x[:, :, : self.used] for x in (self.k, self.v))
+        held = self.pos[:, :, : self.used].unsqueeze(2)  # (B, Hkv, 1, S)
+        Hkv, S, groups = own_k.shape[1], own_k.shape[2], Hq // own_k.shape[1]
+        K, G = max((x.k.shape[2] for x in prompts), default=0), B // max(1, len(prompts))
+        q = q.reshape(B, Hkv, groups * T, D) * D**-0.5
         # One row of scores over both segments: [prompt keys (padded to K) | own slots].
-        z = q.new_full((B, Hkv, Hq // Hkv, K + S), -torch.inf)
+        z = q.new_full((B, Hkv, groups * T, K + S), -torch.inf)
         torch.matmul(q, own_k.mT, out=z[..., K:])
-        z[..., K:].masked_fill_((held < 0).unsqueeze(2), -torch.inf)
-        for n, k in enumerate(self.shared_k):
+        hidden = (held < 0) | (held > pos[:, None, :, None])  # (B, Hkv, T, S)
+        z[..., K:].unflatten(2, (groups, T)).masked_fill_(hidden.unsqueeze(2), -torch.inf)
+        for n, prompt in enumerate(prompts):
             rows = slice(n * G, (n + 1) * G)
-            folded = q[rows].transpose(0, 1).reshape(Hkv, -1, D)  # all queries of a KV head
-            scores = folded @ k[layer].mT  # (Hkv, G * groups, K_n)
-            z[rows, ..., : k.shape[2]] = scores.unflatten(1, (G, -1)).transpose(0, 1)
+            folded = q[rows].transpose(0, 1).flatten(1, 2)  # all queries of a KV head
+            scores = folded @ prompt.k[0].mT  # (Hkv, G * groups, K_n)
+            z[rows, ..., : scores.shape[-1]] = scores.unflatten(1, (G, -1)).transpose(0, 1)
         wide = z.dtype if z.dtype == torch.float64 else torch.float32
-        p = z.softmax(-1, dtype=wide).to(q.dtype)
+        p = z.softmax(-1, dtype=wide)
+        if self.mass is not None:
+            self.mass[:, :, : self.used] += p[..., K:].unflatten(2, (groups, T)).mean(2).sum(2)
+        p = p.to(q.dtype)
         o = p[..., K:] @ own_v
-        for n, v in enumerate(self.shared_v):
+        for n, prompt in enumerate(prompts):
             rows = slice(n * G, (n + 1) * G)
-            folded = p[rows, ..., : v.shape[2]].transpose(0, 1).flatten(1, 2)
-            o[rows] += (folded @ v[layer]).unflatten(1, (G, -1)).transpose(0, 1)
-        return o.view(B, Hq, 1, D)
+            folded = p[rows, ..., : prompt.v.shape[2]].transpose(0, 1).flatten(1, 2)
+            o[rows] += (folded @ prompt.v[0]).unflatten(1, (G, -1)).transpose(0, 1)
+        return o.view(B, Hq, T, D)
+
+    def observe(self, q: Tensor) -> None:
+        """Remember the last queries of q (B, Hq, T, D), newest last."""
+        if self.q.shape[2]:
+            self.q = torch.cat((self.q, q), dim=2)[:, :, q.shape[2] :]
+
+    def copy_live(self, rows: slice, source: "Slots") -> None:
+        """Fill empty rows with the live keys of a one-row `source`, as many in each head."""
+        Hkv, D = source.k.shape[1], source.k.shape[3]
+        live = (source.pos[0] >= 0).nonzero()[:, 1].view(Hkv, -1)  # (Hkv, K)
+        K = live.shape[1]
+        at = live.unsqueeze(-1).expand(-1, -1, D)
+        self.k[rows, :, :K] = source.k[0].gather(1, at)
+        self.v[rows, :, :K] = source.v[0].gather(1, at)
+        self.pos[rows, :, :K] = source.pos[0].gather(1, live)
+        if self.mass is not None:
+            self.mass[rows, :, :K] = source.mass[0].gather(1, live)
+        self.q[rows] = source.q[:, :, source.q.shape[2] - self.q.shape[2] :]
+        self.used = max(self.used, K)
+
+
+class KVCache:
+    """Keys of N prompts with G samples of up to R response tokens each, and the record.
+
+    Attributes:
+        evict_at: N tensors (L, G, Hkv, P_n + R) int32. A key's index in it is its position.
+    """
+
+    def __init__(self, cfg: ModelConfig, prompt_lens: Sequence[int], G: int, R: int, *,
+                 eviction: Eviction, sequence: Sequence[int], dtype: torch.dtype,
+                 device: torch.device | str = "cpu"):
+        self.cfg, self.prompt_lens, self.G, self.R = cfg, prompt_lens, G, R
+        self.eviction, self.policy, self.sequence = eviction, POLICIES[eviction.policy], sequence
+        self.dtype, self.device = dtype, device
+        self.stays = [[eviction.stays(P, layer, cfg.L) for layer in range(cfg.L)]
+                      for P in prompt_lens]
+        self.prompts: list[list[Slots]] = [[] for _ in prompt_lens]  # N x L, one row each
+        self.own: list[Slots] = []  # L, of B = N * G rows; made when decoding starts
+        self.evict_at = [torch.full((cfg.L, G, cfg.Hkv, P + R), NEVER, dtype=torch.int32,
+                                    device=device) for P in prompt_lens]
+        self.steps = 0  # decoded so far
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all key and value storage, live or not. While a prompt passes, one layer's keys
+        are held in addition."""
+        return sum(slots.kv_bytes for layers in (*self.prompts, self.own) for slots in layers)
+
+    def _slots(self, B: int, S: int, *, decoding: bool) -> Slots:
+        evicts = not decoding or self.eviction.budget is not None
+        return Slots(self.cfg, B, S, mass=self.policy.mass and evicts,
+                     votes=self.eviction.votes(decoding=decoding) if evicts else 0,
+                     dtype=self.dtype, device=self.device)
+
+    # ---- prefill: one prompt at a time, one row, from position 0 -------------------------------
+
+    def chunks(self, n: int) -> list[slice]:
+        """The pieces in which prompt n is prefilled: one, unless it is too long for its budget."""
+        P, K = self.prompt_lens[n], self.eviction.prefill_chunk
+        if K is None or P <= min(self.stays[n]):
+            K = P
+        return [slice(i, min(i + K, P)) for i in range(0, P, K)]
+
+    def prefill(self, n: int, chunk: slice) -> Attend:
+        """Attention of one piece of prompt n, evicted after it, layer by layer. After the last
+        piece only the kept keys are held; a prompt in one piece holds no more than one layer's."""
+        P, start, stop = self.prompt_lens[n], chunk.start, chunk.stop
+        pos = torch.arange(start, stop, device=self.device)[None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            held, stays = self.prompts[n], self.stays[n][layer]
+            if start == 0:
+                held.append(self._slots(1, min(P, stays + stop), decoding=False))
+            slots = held[layer]
+            slots.write(k, v, pos)
+            plain = start == 0 and not self.policy.mass  # no earlier keys
+            o = causal(layer, q, k, v) if plain else slots.attend(q, pos)
+            slots.observe(q)
+            if stop > stays:
+                self._evict(slots, n, layer, slice(0, 1), t=stop - 1, budget=stays, decoding=False)
+            if stop == P:
+                held[layer] = self._slots(1, min(P, stays), decoding=True)
+                held[layer].copy_live(slice(0, 1), slots)
+                self.evict_at[n][layer] = self.evict_at[n][layer, :1].clone()  # for all samples
+            return o
+        return attend
+
+    # ---- decoding: one token a row -------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Make the rows' own slots. With a budget they hold the prompt's keys, too."""
+        cfg, e, G, N = self.cfg, self.eviction, self.G, len(self.prompts)
+        shared = e.budget is None
+        self.live = torch.zeros(cfg.L, N * G, dtype=torch.int64)  # own keys of a row, in each head
+        self.limit = torch.full((cfg.L, 1), NEVER)
+        for layer in range(cfg.L):
+            sizes = [self.R] * N
+            if not shared:
+                self.limit[layer] = e.live(layer, cfg.L) + e.evict_every
+                kept = [prompt[layer].k.shape[2] for prompt in self.prompts]
+                sizes = [min(int(self.limit[layer]), K + self.R) for K in kept]
+                self.live[layer] = torch.tensor(kept).repeat_interleave(G)
+            own = self._slots(N * G, max(sizes), decoding=True)
+            self.own.append(own)
+            if not shared:
+                for n, prompt in enumerate(self.prompts):
+                    own.copy_live(slice(n * G, (n + 1) * G), prompt[layer])
+                    prompt[layer] = None  # released layer by layer
+        if not shared:
+            self.prompts = []
+
+    def decode(self, pos: Tensor, running: Tensor) -> Attend:
+        """Attention of one new token a row: write, attend, evict.
+
+        Args:
+            pos: (B,) int64, its position.
+            running: (B,) bool on the CPU. A finished row writes, evicts and records nothing.
+        """
+        if not self.own:
+            self._start()
+        G, e = self.G, self.eviction
+        self.live += running
+        due = (self.live >= self.limit) & running  # (L, B)
+        held = pos.masked_fill(~running.to(pos.device), -1)[:, None]
+        step, self.steps = self.steps, self.steps + 1
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            slots = self.own[layer]
+            slots.write(k, v, held)
+            o = slots.attend(q, pos[:, None], [prompt[layer] for prompt in self.prompts])
+            slots.observe(q)
+            for n in due[layer].view(-1, G).any(-1).nonzero()[:, 0].tolist():
+                rows, budget = slice(n * G, (n + 1) * G), e.live(layer, self.cfg.L)
+                self._evict(slots, n, layer, rows, t=self.prompt_lens[n] + step, budget=budget,
+                            decoding=True, due=due[layer, rows].to(pos.device))
+                self.live[layer, rows][due[layer, rows]] = budget
+            return o
+        return attend
+
+    def _evict(self, slots: Slots, n: int, layer: int, rows: slice, *, t: int, budget: int,
+               decoding: bool, due: Tensor | None = None) -> None:
+        """Ask the policy about some rows of prompt n, and act on the answer."""
+        e, used = self.eviction, slots.used
+        seen = Seen(slots.q[rows], slots.k[rows, :, :used], slots.pos[rows, :, :used],
+                    None if slots.mass is None else slots.mass[rows, :, :used],
+                    t, layer, e.seed, self.sequence[n])
+        record = self.evict_at[n][layer, : seen.pos.shape[0]]
+        evict(self.policy.score(seen), seen.pos, record, t=t, budget=budget, sinks=e.sinks,
+              recent=e.protected(budget, decoding=decoding), rows=due)

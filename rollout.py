@@ -31,7 +31,7 @@ class Rollout:
     stopped: Tensor  # (N, G) bool, False = truncated at R
     logp: Tensor  # (N, G, R) float32 or wider, natural log at the sampling temperature
     evict_at: list[Tensor]  # N tensors (L, G, Hkv, P_n + R) int32
-    kv_bytes_peak: int  # key and value storage while decoding
+    kv_bytes_peak: int  # largest key and value storage of prefill and decoding
     kv_bytes_dense: int  # the same with nothing evicted, still one prompt copy a group
 
     @property
@@ -70,6 +70,7 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
              max_new: int, stop_ids: frozenset[int], eviction: Eviction, temperature: float = 1.0,
              seed: int = 0, step: int = 0) -> Rollout:
     """Sample G responses to each prompt under an evicting cache.
+
     Args:
         prompts: N token sequences, none empty. No padding: each is prefilled by itself.
         sequence: N identities (the prompt's index in its data set); they key the randomness.
@@ -80,11 +81,15 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
     ids = [torch.tensor(p, dtype=torch.int64, device=device) for p in prompts]
     lens, N, R, B = [len(p) for p in prompts], len(ids), max_new, len(ids) * G
-    cache = KVCache(model.cfg, lens, G, R, eviction=eviction, dtype=dtype, device=device)
-    hidden = []
+    cache = KVCache(model.cfg, lens, G, R, eviction=eviction, sequence=sequence, dtype=dtype,
+                    device=device)
+    hidden, kv_bytes_peak = [], 0
     for n, prompt in enumerate(ids):
-        pos = torch.arange(len(prompt), device=device)[None]
-        hidden.append(model(prompt[None], pos, cache.prefill(n, sequence[n]))[:, -1])
+        pos = torch.arange(len(prompt), device=device)
+        for chunk in cache.chunks(n):
+            h = model(prompt[None, chunk], pos[None, chunk], cache.prefill(n, chunk))
+            kv_bytes_peak = max(kv_bytes_peak, cache.kv_bytes)
+        hidden.append(h[:, -1])
     logits = model.logits(torch.cat(hidden)).repeat_interleave(G, dim=0)  # (B, V)
 
     u = torch.tensor(np.stack([uniforms(seed, step, s, g, R) for s in sequence for g in range(G)]),
@@ -101,15 +106,17 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
         tokens[:, t], logp[:, t] = token * running, token_logp * running
         lengths += running
         stopped |= torch.isin(token, stops)
-        if t + 1 == R or bool(stopped.all()):
+        running = ~stopped.cpu()
+        if t + 1 == R or not running.any():
             break
-        logits = model.logits(model(tokens[:, t : t + 1], pos[:, None], cache.decode(pos))[:, 0])
+        attend = cache.decode(pos, running)
+        logits = model.logits(model(tokens[:, t : t + 1], pos[:, None], attend)[:, 0])
+        kv_bytes_peak = max(kv_bytes_peak, cache.kv_bytes)
         pos = pos + 1
 
-    evicted = sum(P - eviction.budget(P) for P in lens)
     key_bytes = 2 * model.cfg.L * model.cfg.Hkv * model.cfg.D * dtype.itemsize
     return Rollout(
         sequence=list(sequence), prompts=ids, tokens=tokens.view(N, G, R),
         lengths=lengths.view(N, G), stopped=stopped.view(N, G), logp=logp.view(N, G, R),
-        evict_at=cache.evict_at, kv_bytes_peak=cache.kv_bytes,
-        kv_bytes_dense=cache.kv_bytes + key_bytes * evicted)
+        evict_at=cache.evict_at, kv_bytes_peak=kv_bytes_peak,
+        kv_bytes_dense=key_bytes * (sum(lens) + B * R))

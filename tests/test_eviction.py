@@ -244,7 +244,7 @@ def test_snapkv_scores_are_the_models_attention(dtype, bound, monkeypatch):
     model, P, W, scores, votes, bare = make_model().to(dtype), 60, 8, [], [], []
     monkeypatch.setitem(POLICIES, "snapkv", lambda seen: scores.append(snapkv(seen)) or scores[-1])
     ids, pos = torch.arange(P)[None] * 7 % 30, torch.arange(P)[None]
-    cache = KVCache(model.cfg, [P], 1, 1, eviction=Eviction("snapkv", 0.5, window=W), dtype=dtype)
+    cache = KVCache(model.cfg, [P], 1, 1, sequence=[0], eviction=Eviction("snapkv", 0.5, window=W), dtype=dtype)
     inside = cache.prefill(0, 0)
 
     def attend(layer, q, k, v):

@@ -136,7 +136,7 @@ def test_a_large_seed_of_the_random_policy():
     for seed in (10**10, 2**62):
         rollout = generate(model, [list(range(60))], sequence=[0], G=2, max_new=2,
                            stop_ids=tok.stop_ids, seed=seed,
-                           eviction=Eviction("random", 0.5, 2, 4, seed))
+                           eviction=Eviction("random", 0.5, sinks=2, window=4, seed=seed))
         assert rollout.kv_bytes_peak < rollout.kv_bytes_dense
 
 
