@@ -15,17 +15,20 @@ from grpo import LOSSES, Objective
 from model import DTYPES
 
 
-def flag(default, help: str, choices: typing.Sequence[str] | None = None):
-    return field(default=default, metadata={"help": help, "choices": choices})
+def flag(default, help: str, choices: typing.Sequence[str] | None = None, *,
+         unset: str | None = None):
+    """A flag; `unset` says in the help what a default of None means."""
+    return field(default=default, metadata={"help": help, "choices": choices, "unset": unset})
 
 
 @dataclass(frozen=True)
 class Config:
     task: str = flag("gsm8k", "what to learn", ["gsm8k"])
-    model: str | None = flag(None, "Qwen checkpoint folder; the embedded model if not given")
-    data_dir: str | None = flag(None, "folder of {train,test}.jsonl, or `stories`; else downloaded")
+    model: str | None = flag(None, "Qwen checkpoint folder", unset="the embedded model")
+    data_dir: str | None = flag(None, "folder of {train,test}.jsonl, or `stories`",
+                                unset="stories for the embedded model, else a download")
     shots: int = flag(0, "solved examples before each question of a real data set")
-    out: str | None = flag(None, "folder of the run; a new out/<task>-<time> if not given")
+    out: str | None = flag(None, "folder of the run", unset="a new out/<task>-<time>")
     resume: bool = flag(False, "continue the run in --out")
     overwrite: bool = flag(False, "delete the run in --out first")
     seed: int = flag(0, "of prompts, samples and the random policy")
@@ -36,18 +39,18 @@ class Config:
     max_new: int | None = flag(None, "longest response, tokens")
     temperature: float = flag(1.0, "of sampling, replayed by the learner")
     policy: str = flag("snapkv", "eviction policy, see below", list(POLICIES))
-    keep: float | None = flag(None, "share of a prompt's keys kept when prefill ends, in (0, 1]; "
-                              "0.5 if not given, 1 with --budget")
-    budget: int | None = flag(None, "B: a sequence is cut back to B keys, in every layer and head, "
-                              "whenever it holds B + N; no limit if not given")
-    evict_every: int | None = flag(None, "N of --budget; 128 if not given")
+    keep: float | None = flag(None, "share of a prompt's keys kept when prefill ends, in (0, 1]",
+                              unset="0.5, or 1 with --budget")
+    budget: int | None = flag(None, "B: a sequence is cut back to B keys in every layer and head, "
+                              "whenever it holds B + N", unset="no limit")
+    evict_every: int | None = flag(None, "N of --budget", unset="128")
     prefill_chunk: int | None = flag(None, "K: prefill a prompt longer than its budget K tokens at "
-                                     "a time and evict after each; in one piece if not given")
+                                     "a time and evict after each", unset="in one piece")
     layer_budget: str = flag("uniform", "the same budget in every layer, or linearly falling with "
                              "depth from 3/2 to 1/2 of it", list(LAYER_BUDGETS))
     sinks: int = flag(4, "first positions that are never evicted")
-    recent: int | None = flag(None, "newest positions that are never evicted; --window if not "
-                              "given, at most 8 while decoding; half of the budget for h2o")
+    recent: int | None = flag(None, "newest positions that are never evicted",
+                              unset="--window, at most 8 while decoding; h2o: half of the budget")
     window: int = flag(32, "last queries whose attention snapkv and rkv read, at most 8 while "
                        "decoding")
     lam: float = flag(0.1, "weight of the distillation KL")
@@ -126,11 +129,10 @@ def parse(argv: list[str], doc: str, only: typing.Sequence[str] = ()) -> Config:
         if only and f.name not in only:
             continue
         kind = [t for t in typing.get_args(types[f.name]) or [types[f.name]] if t is not type(None)]
-        default, text = f.default, f.metadata["help"]
+        default = f.metadata["unset"] or f.default
         if f.name in DEFAULTS:
             default = "{} embedded, {} real model".format(*DEFAULTS[f.name])
-        if default is not None:
-            text = f"{text} (default: {default})"
+        text = f"{f.metadata['help']} (default: {default})"
         how = ({"action": argparse.BooleanOptionalAction} if kind == [bool] else
                {"type": kind[0], "choices": f.metadata["choices"], "required": f.name == "task"})
         parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=text, **how)
