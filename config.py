@@ -114,8 +114,9 @@ def resolve(cfg: Config) -> Config:
     return dataclasses.replace(cfg, **given)
 
 
-def parse(argv: list[str], doc: str, only: typing.Sequence[str] = ()) -> Config:
-    """The resolved config of a command line; `only` = the fields that this program has."""
+def parse(argv: list[str], doc: str, only: typing.Sequence[str] = (), cls: type[Config] = Config):
+    """The resolved config of a command line; `only` = the fields that this program has, `cls` adds
+    some."""
     def refuse(message: str):
         raise BadInput(f"{message}; see --help")
     policies = [f"  {name:9}{policy.score.__doc__.splitlines()[0]}"
@@ -124,8 +125,8 @@ def parse(argv: list[str], doc: str, only: typing.Sequence[str] = ()) -> Config:
         description=doc.split("\n", 1)[0], epilog="\n".join(["policies:", *policies]),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.error = refuse
-    types = typing.get_type_hints(Config)
-    for f in dataclasses.fields(Config):
+    types = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
         if only and f.name not in only:
             continue
         kind = [t for t in typing.get_args(types[f.name]) or [types[f.name]] if t is not type(None)]
@@ -136,4 +137,4 @@ def parse(argv: list[str], doc: str, only: typing.Sequence[str] = ()) -> Config:
         how = ({"action": argparse.BooleanOptionalAction} if kind == [bool] else
                {"type": kind[0], "choices": f.metadata["choices"], "required": f.name == "task"})
         parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=text, **how)
-    return resolve(Config(**vars(parser.parse_args(argv))))
+    return resolve(cls(**vars(parser.parse_args(argv))))

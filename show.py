@@ -1,0 +1,59 @@
+"""What an evicting cache keeps: every token and, layer by layer, how many heads still see it.
+
+    python show.py --prompt "Tom has 3 apples and buys 4. How many?" --policy h2o --keep 0.5
+    python show.py --model FOLDER --prompt "..." --budget 64 --evict-every 8 --max-new 100
+
+The prompt is put into the chat format and answered greedily; the record of that rollout is printed.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from config import Config, flag, parse
+from errors import BadInput, run_cli
+from eval import SCHEDULE, load
+from eviction import NEVER
+from rollout import generate
+
+
+@dataclass(frozen=True)
+class ShowConfig(Config):
+    prompt: str = flag("", "text of the user's turn", unset="must be given")
+
+
+def column(share: float) -> str:
+    """One character for the share of heads that still see a key: . none, 1-9 tenths, # all."""
+    return "." if share == 0 else "#" if share == 1 else str(min(9, max(1, round(10 * share))))
+
+
+def table(tokens: list[str], evict_at: Tensor) -> list[str]:
+    """A line a token, a column a layer; from one sample's record (L, Hkv, T) int32."""
+    share = (evict_at == NEVER).double().mean(1).T.tolist()  # (T, L)
+    return [f"{i:5}  {''.join(map(column, row))}  {json.dumps(text, ensure_ascii=False)}"
+            for i, (text, row) in enumerate(zip(tokens, share, strict=True))]
+
+
+def main() -> None:
+    cfg = parse(["--max-new", "32", *sys.argv[1:]], __doc__,
+                ("model", "prompt", "max_new", "dtype", "device", *SCHEDULE), ShowConfig)
+    if not cfg.prompt:
+        raise BadInput("--prompt: expected the text of a question")
+    tok, model = load(cfg)
+    ids = tok.chat(cfg.prompt)
+    rollout = generate(model, [ids], sequence=[0], G=1, max_new=cfg.max_new, temperature=0.0,
+                       stop_ids=tok.stop_ids, eviction=cfg.eviction())
+    response = rollout.tokens[0, 0, : rollout.lengths[0, 0]].tolist()
+    record = rollout.evict_at[0][:, 0, :, : len(ids) + len(response)]  # (L, Hkv, T)
+    print("one column a layer: # all heads still see the token at the end, 1-9 tenths, . none")
+    names = {i: name for name, i in tok.control.items()}
+    print("\n".join(table([names.get(i) or tok.decode([i]) for i in ids + response], record)))
+    left = (record == NEVER).double().mean().item() * record.shape[-1]
+    print(f"{len(ids)} prompt and {len(response)} response tokens; {left:.1f} keys left a head; "
+          f"key and value bytes at most {rollout.kv_bytes_peak:,}, dense {rollout.kv_bytes_dense:,}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
