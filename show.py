@@ -52,7 +52,8 @@ def main() -> None:
     print("\n".join(table([names.get(i) or tok.decode([i]) for i in ids + response], record)))
     left = (record == NEVER).double().mean().item() * record.shape[-1]
     print(f"{len(ids)} prompt and {len(response)} response tokens; {left:.1f} keys left a head; "
-          f"key and value bytes at most {rollout.kv_bytes_peak:,}, dense {rollout.kv_bytes_dense:,}")
+          f"at most {rollout.kv_bytes_peak:,} bytes of keys and values, {rollout.kv_bytes_dense:,} "
+          "dense")
 
 
 if __name__ == "__main__":

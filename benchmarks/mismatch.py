@@ -6,6 +6,7 @@
 Prints one JSON line a learner. `shadow` replays the record of the rollout, `dense` ignores it.
 """
 
+import dataclasses
 import json
 import sys
 import time
@@ -29,10 +30,10 @@ def main() -> None:
     encoded = load_problems(cfg, "test", tok)[: cfg.prompts]
     start = time.perf_counter()
     rollout, _, _ = respond(model, tok, encoded, cfg)
-    row = {key: getattr(cfg, key) for key in ("task", "policy", "keep", "dtype")}
-    row |= {"tokens": int(rollout.mask.sum()), "kv_bytes": rollout.kv_bytes_peak,
-            "kv_bytes_dense": rollout.kv_bytes_dense,
-            "rollout_sec": round(time.perf_counter() - start, 1)}
+    row = {"task": cfg.task, "dtype": cfg.dtype, **dataclasses.asdict(cfg.eviction()),
+           "tokens": int(rollout.mask.sum()), "kv_bytes": rollout.kv_bytes_peak,
+           "kv_bytes_dense": rollout.kv_bytes_dense,
+           "rollout_sec": round(time.perf_counter() - start, 1)}
     for learner in ("shadow", "dense"):
         start, difference = time.perf_counter(), []
         with torch.no_grad():
