@@ -125,9 +125,8 @@ def rkv(seen: Seen) -> Tensor:
     Differs: rows are independent (the public code uses the first for all); a key without a
     near-duplicate exempts none.
     """
-    unit = F.normalize(widen(seen.k), dim=-1)
     live = seen.pos >= 0
-    unit = unit * live.unsqueeze(-1)
+    unit = F.normalize(widen(seen.k), dim=-1).masked_fill(~live.unsqueeze(-1), 0)
     B, Hkv, S, _ = unit.shape
     total = torch.zeros_like(unit[..., 0])  # (B, Hkv, S)
     for i in torch.arange(S, device=unit.device).split(max(1, ELEMENTS // (B * Hkv * S))):
@@ -148,7 +147,7 @@ def knorm(seen: Seen) -> Tensor:
 
 def keydiff(seen: Seen) -> Tensor:
     """Keys unlike the mean direction of all keys (KeyDiff, arXiv 2504.15364)."""
-    unit = F.normalize(widen(seen.k), dim=-1) * (seen.pos >= 0).unsqueeze(-1)
+    unit = F.normalize(widen(seen.k), dim=-1).masked_fill((seen.pos < 0).unsqueeze(-1), 0)
     return -F.cosine_similarity(unit, unit.mean(dim=2, keepdim=True), dim=-1)
 
 
