@@ -27,7 +27,7 @@ import eviction
 import kvcache
 import shadow_mask
 from errors import BadInput
-from eviction import DENSE, LAYER_BUDGETS, NEVER, POLICIES, Eviction, evict
+from eviction import DENSE, LAYER_BUDGETS, NEVER, POLICIES, Eviction, Seen, evict
 from grpo import group_terms
 from model import ModelConfig, Qwen
 from rollout import Rollout, generate
@@ -265,25 +265,35 @@ def check_record(case: Case, roll: Rollout) -> None:
                     assert taken <= t - newest, "newest key evicted"
 
 
-def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                     record: torch.Tensor) -> torch.Tensor:
-    """Plain attention of whole sequences, q (n, Hq, T, D), under one layer's record (n, Hkv, T)."""
+def attention(q: torch.Tensor, k: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
+    """Probabilities (n, Hq, T, T) of whole sequences, q (n, Hq, T, D), under one layer's record
+    (n, Hkv, T): plain, with a mask filled in key by key."""
     T, groups = k.shape[2], q.shape[1] // k.shape[1]
     seen = np.zeros((*record.shape, T), dtype=bool)  # (n, Hkv, key, query)
     for at in np.ndindex(record.shape):
         seen[(*at, slice(at[-1], int(record[at])))] = True
     hidden = ~torch.from_numpy(seen).mT
-    k, v, hidden = (x.repeat_interleave(groups, dim=1) for x in (k, v, hidden))
+    k, hidden = (x.repeat_interleave(groups, dim=1) for x in (k, hidden))
     z = q @ k.mT / q.shape[-1] ** 0.5
-    return z.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    return z.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
+    return attention(q, k, record) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
 def oracle(model: Qwen, prompt: torch.Tensor, tokens: torch.Tensor, record: torch.Tensor,
-           temperature: float) -> torch.Tensor:
-    """(n, R) log-probs of n samples' tokens (n, R) under the record (L, n, Hkv, T)."""
+           temperature: float, qk: list | None = None) -> torch.Tensor:
+    """(n, R) log-probs of n samples' tokens (n, R) under the record (L, n, Hkv, T); each layer's
+    queries and keys are appended to `qk`."""
+    def plain(layer, q, k, v):
+        if qk is not None:
+            qk.append((q, k))
+        return attend(q, k, v, record[layer])
+
     (n, R), P = tokens.shape, len(prompt)
     ids, pos = torch.cat((prompt.repeat(n, 1), tokens), dim=1), torch.arange(P + R).repeat(n, 1)
-    h = model(ids, pos, lambda layer, q, k, v: masked_attention(q, k, v, record[layer]))
+    h = model(ids, pos, plain)
     logp = (model.logits(h)[:, P - 1 : -1] / temperature).log_softmax(-1)
     return logp.gather(-1, tokens[..., None])[..., 0]
 
@@ -314,6 +324,42 @@ def differences(case: Case, roll: Rollout) -> tuple[float, float]:
 
 def check_logp(case: Case, roll: Rollout) -> None:
     assert max(differences(case, roll)) <= EXACT
+
+
+def losers(score: list[float], pos: list[int], *, t: int, budget: int, sinks: int,
+           recent: int) -> list[int]:
+    """The slots of one head that lose their key, by sorting."""
+    ranked = []
+    for slot, p in enumerate(pos):
+        value = -math.inf if math.isnan(score[slot]) else float(np.float32(score[slot]))
+        if p >= 0:  # ties go to the newer
+            ranked.append((p < sinks or p > t - recent, value, p, slot))
+    return [slot for *_, slot in sorted(ranked, reverse=True)[budget:]]
+
+
+@torch.inference_mode()
+def check_decisions(case: Case, roll: Rollout) -> None:
+    """Of one row: the keys that went are those that the policy scores lowest, if it is shown what
+    the oracle saw, in the order of positions."""
+    (n, g), e, qk = case.alone, case.eviction, []
+    P, length, policy = case.prompt_lens[n], int(roll.lengths[n, g]), POLICIES[e.policy]
+    record = roll.evict_at[n][:, [g], :, : P + length]
+    oracle(build(case.kind, case.groups, case.Hkv, case.L), roll.prompts[n],
+           roll.tokens[n, [g], :length], record, 1.0, qk)
+    for layer, (q, k) in enumerate(qk):
+        p = attention(q, k, record[layer]).unflatten(1, (case.Hkv, case.groups)).mean(2)
+        for t, live in Plan(case, P, length, layer).live.items():
+            now, decoding = slice(t + 1), t >= P
+            votes = voters(e.policy, min(e.window, 8) if decoding else e.window)
+            j = torch.arange(t + 1)
+            pos = torch.where(record[layer, ..., now] > t, j, -1)  # (1, Hkv, t + 1)
+            mass = p[:, :, now, now].sum(2)  # from all queries so far
+            score = policy.score(Seen(q[:, :, t + 1 - votes : t + 1], k[:, :, now], pos, mass, t,
+                                      layer, e.seed, 10 + n))
+            for h in range(case.Hkv):
+                gone = losers(score[0, h].tolist(), pos[0, h].tolist(), t=t, budget=live,
+                              sinks=e.sinks, recent=newest_kept(e, live, decoding=decoding))
+                assert sorted(gone) == j[record[layer, 0, h, now] == t + 1].tolist(), "other keys"
 
 
 def check_same_rows(a: Rollout, n: int, b: Rollout, m: int, rows: list[int]) -> None:
@@ -358,6 +404,7 @@ def test_rollout_record_and_replay_agree(policy):
             check_lengths(case, roll)
             check_record(case, roll)
             check_logp(case, roll)
+            check_decisions(case, roll)
             check_alone(case, roll)
             found["untouched rows"] += check_untouched(case, roll)
         for P, lengths, record in zip(case.prompt_lens, roll.lengths, roll.evict_at, strict=True):
@@ -436,16 +483,10 @@ def test_evict_is_a_slow_sort(call):
     for b, h in np.ndindex(pos.shape[:2]):
         if rows is not None and not rows[b]:
             continue
-        ranked = []
-        for slot, p in enumerate(pos[b, h].tolist()):
-            s = float(np.float32(float(score[b, h, slot])))
-            s = -math.inf if math.isnan(s) else s  # NaN loses
-            stays = p < call["sinks"] or p > t - call["recent"]
-            if p >= 0:
-                ranked.append((stays, s, p, slot))  # ties go to the newer
-        for _, _, p, slot in sorted(ranked, reverse=True)[call["budget"]:]:
+        for slot in losers(score[b, h].tolist(), pos[b, h].tolist(), t=t, budget=call["budget"],
+                           sinks=call["sinks"], recent=call["recent"]):
+            want[b, h, pos[b, h, slot]] = t + 1
             want_pos[b, h, slot] = -1
-            want[b, h, p] = t + 1
     evict(**call, evict_at=record, rows=None if rows is None else torch.tensor(rows))
     assert torch.equal(pos, want_pos)
     assert torch.equal(record, want)
@@ -490,7 +531,7 @@ def test_replay_is_plain_masked_attention(drawn):
 
     # Sample g as a sequence of its own: the prompt, then its responses.
     at = [[*range(P), *range(P + g * R, P + (g + 1) * R)] for g in range(G)]
-    every = masked_attention(*(x[0, :, at].transpose(0, 1) for x in inputs), record)
+    every = attend(*(x[0, :, at].transpose(0, 1) for x in inputs), record)
     slow = torch.cat([every[0, :, :P], *every[:, :, P:]], dim=1)[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shadow_mask, "ROWS", drawn["rows"])
@@ -563,6 +604,10 @@ def of_another_head(score, pos, evict_at, **options):
     evict_at.copy_(evict_at.roll(1, dims=1))
 
 
+def of_the_lowest(score, pos, evict_at, **options):
+    evict(-score, pos, evict_at, **options)
+
+
 BROKEN = {
     "keeps one too many": (broken(budget=one_more_while_decoding), check_record),
     "keeps one too few": (broken(budget=lambda x: x["budget"] - 1), check_record),
@@ -572,6 +617,7 @@ BROKEN = {
     "records one late": (broken(t=lambda x: x["t"] + 1), check_record),
     "evicts rows that are not due": (broken(rows=lambda x: None), check_record),
     "records another head": (of_another_head, check_logp),
+    "keeps the lowest": (of_the_lowest, check_decisions),
 }
 
 

@@ -226,7 +226,7 @@ def test_live_keys_are_the_recorded_ones_and_cut_when_due(policy, name, watch):
         expected = (j < chunk.stop) & (record > chunk.stop)
         assert torch.equal(live, expected) and (live.sum(-1) == min(stays, chunk.stop)).all()
         K = e.prefill_chunk if e.prefill_chunk and P > min(LEFT[name][n]) else P
-        assert chunk.stop - chunk.start <= K
+        assert chunk.start % K == 0 and chunk.stop == min(P, chunk.start + K)
         if chunk.start:
             assert slots == min(P, stays + K), "no room for more than stays + K"
 
