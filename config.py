@@ -44,8 +44,8 @@ class Config:
     budget: int | None = flag(None, "B: a sequence is cut back to B keys in every layer and head, "
                               "whenever it holds B + N", unset="no limit")
     evict_every: int | None = flag(None, "N of --budget", unset="128")
-    prefill_chunk: int | None = flag(None, "K: prefill a prompt longer than its budget K tokens at "
-                                     "a time and evict after each", unset="in one piece")
+    prefill_chunk: int | None = flag(None, "K: prefill a prompt that must lose keys K tokens at a "
+                                     "time, and evict after each", unset="in one piece")
     layer_budget: str = flag("uniform", "the same budget in every layer, or linearly falling with "
                              "depth from 3/2 to 1/2 of it", list(LAYER_BUDGETS))
     sinks: int = flag(4, "first positions that are never evicted")
@@ -71,9 +71,12 @@ class Config:
 
     def __post_init__(self) -> None:
         least = {"group": 2, "prompts": 1, "max_prompt": 1, "max_new": 1, "eval_during": 1}
+        checked_there = {f.name for f in dataclasses.fields(Eviction)} - {"seed"}
         for f in dataclasses.fields(self):
             name, value = f"--{f.name.replace('_', '-')}", getattr(self, f.name)
             low = least.get(f.name, 0)
+            if f.name in checked_there:
+                continue
             if isinstance(value, (int, float)) and not low <= value < math.inf:
                 why = "; a group of 1 has no advantage" if f.name == "group" else ""
                 raise BadInput(f"{name} {value}: expected a number of at least {low}{why}")
@@ -103,8 +106,7 @@ DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lr": (1e-4, 1e-6), "contr
 def resolve(cfg: Config) -> Config:
     given = {name: values[cfg.model is not None] for name, values in DEFAULTS.items()
              if getattr(cfg, name) is None}
-    if cfg.keep is None:
-        given["keep"] = 0.5 if cfg.budget is None else 1.0
+    given["keep"] = cfg.eviction().keep
     if cfg.budget is not None and cfg.evict_every is None:
         given["evict_every"] = Eviction.evict_every
     if cfg.device == "auto":
@@ -131,7 +133,7 @@ def parse(argv: list[str], doc: str, only: typing.Sequence[str] = (), cls: type[
             continue
         kind = [t for t in typing.get_args(types[f.name]) or [types[f.name]] if t is not type(None)]
         default = f.metadata["unset"] or f.default
-        if f.name in DEFAULTS:
+        if f.name in DEFAULTS and f.default is None:
             default = "{} embedded, {} real model".format(*DEFAULTS[f.name])
         text = f"{f.metadata['help']} (default: {default})"
         how = ({"action": argparse.BooleanOptionalAction} if kind == [bool] else

@@ -28,8 +28,8 @@ DECODE_WINDOW = 8  # while decoding, at most so many queries vote and so many ne
 class Seen:
     """What a policy may look at: the keys of one layer, right after the query at `t` attended.
 
-    The B rows are one prompt, or its samples. Slots come in any order, the same in no two heads;
-    a free one has pos = -1 and its score is ignored.
+    Read only: these are views of the cache. The B rows are one prompt, or its samples. Slots come
+    in any order, another in each head; a free one has pos = -1 and its score is ignored.
     """
 
     q: Tensor  # (B, Hq, W, D) the last W queries, rotated, at positions t - W + 1 .. t
@@ -178,21 +178,23 @@ class Eviction:
     """Policy and schedule: how many keys stay, when, and which always do."""
 
     policy: str = "snapkv"  # a name of `POLICIES`
-    keep: float = 0.5  # share of a prompt's keys that stay at the end of prefill
+    keep: float | None = None  # share of a prompt's keys left by prefill; 0.5, or 1 with a budget
     _: KW_ONLY
     budget: int | None = None  # B: a row is cut to B keys whenever its live keys reach B + N
     evict_every: int = 128  # N
     prefill_chunk: int | None = None  # K: prefill K tokens at a time, evicting after each
     layer_budget: str = "uniform"
     sinks: int = 4  # first positions, always kept (attention sinks, arXiv 2309.17453)
-    recent: int | None = None  # newest positions, always kept; None = window (or policy's share)
-    window: int = 32  # queries that vote (`snapkv`, `rkv`); always kept
+    recent: int | None = None  # newest positions, always kept; None = window, or policy's share
+    window: int = 32  # last queries that vote, for policies that ask them; their keys are kept
     seed: int = 0  # of the `random` policy
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise BadInput(f"--policy {self.policy}: unknown; expected one of "
                            + ", ".join(POLICIES))
+        if self.keep is None:
+            object.__setattr__(self, "keep", 0.5 if self.budget is None else 1.0)
         if not 0 < self.keep <= 1:
             raise BadInput(f"--keep {self.keep}: expected a share in (0, 1]; 1 evicts nothing")
         if self.layer_budget not in LAYER_BUDGETS:
@@ -203,12 +205,9 @@ class Eviction:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: expected at least {least}")
-        if self.budget is not None and self.window > self.budget:
-            raise BadInput(f"--window {self.window}: larger than --budget {self.budget}; raise "
-                           "--budget or lower --window")
         if self.budget is not None and self.budget < self.floor:
-            raise BadInput(f"--budget {self.budget}: smaller than --sinks {self.sinks} plus "
-                           f"{self.floor - self.sinks} newest (--recent, else --window); raise "
+            raise BadInput(f"--budget {self.budget}: smaller than --sinks {self.sinks} plus the "
+                           f"{self.floor - self.sinks} newest of --recent or --window; raise "
                            "--budget or lower those")
 
     def votes(self, *, decoding: bool) -> int:
@@ -216,22 +215,21 @@ class Eviction:
         most = min(self.window, DECODE_WINDOW) if decoding else self.window
         return min(POLICIES[self.policy].queries, most)
 
-    def protected(self, budget: int, *, decoding: bool) -> int:
-        """How many of the newest keys always stay."""
+    def newest(self, budget: int | None = None, *, decoding: bool) -> int:
+        """How many of the newest keys always stay; without a budget, the least for any."""
         share = POLICIES[self.policy].recent
         if self.recent is not None:
-            newest = self.recent
+            count = self.recent
         elif share is not None:
-            newest = min(int(share * budget), budget - self.sinks)
+            count = 1 if budget is None else min(int(share * budget), budget - self.sinks)
         else:
-            newest = min(self.window, DECODE_WINDOW) if decoding else self.window
-        return max(1, newest, self.votes(decoding=decoding))
+            count = min(self.window, DECODE_WINDOW) if decoding else self.window
+        return max(1, count, self.votes(decoding=decoding))
 
     @property
     def floor(self) -> int:
         """No budget is smaller: sinks, newest keys and voting queries have their place."""
-        newest = self.window if self.recent is None else self.recent
-        return self.sinks + max(newest, self.votes(decoding=False))
+        return self.sinks + self.newest(decoding=False)
 
     def stays(self, P: int, layer: int = 0, L: int = 1) -> int:
         """How many of a prompt's P keys are left in each head of a layer when prefill ends."""
@@ -239,11 +237,12 @@ class Eviction:
         kept = self._of_layer(min(P, max(nearest, self.floor)), P, layer, L)
         if self.budget is None:
             return kept
-        B = self.live(layer, L)
-        slack = 1 if self.prefill_chunk is not None else self.evict_every
+        # In one piece, a prompt is like any row: cut when it reaches B + N. In chunks, above B.
+        B = self.row_budget(layer, L)
+        slack = self.evict_every if self.prefill_chunk is None else 1
         return B if kept >= B + slack else kept
 
-    def live(self, layer: int = 0, L: int = 1) -> int:
+    def row_budget(self, layer: int = 0, L: int = 1) -> int:
         """B of a layer: what decoding cuts a row back to."""
         return self._of_layer(self.budget, 2 * self.budget, layer, L)
 

@@ -1,8 +1,8 @@
-"""The KV cache of a rollout: slots allocated once, attention over the live ones, and the record.
+"""The KV cache of a rollout: slots, attention over the live ones, and the record of evictions.
 
 A token is written into a free slot; eviction marks slots free (pos = -1) and the next tokens
-overwrite them. Nothing is sliced, concatenated or moved while decoding: storage never grows. Slot
-order carries no meaning; a key keeps the rotation of its position.
+overwrite them. While decoding no key is moved and no storage grows. Slot order carries no meaning;
+a key keeps the rotation of its position.
 
 Attention runs over two segments under one softmax: the kept keys of a *prompt*, stored once and
 read by all G samples of the group, and each row's *own* slots. Where samples evict prompt keys on
@@ -67,7 +67,7 @@ class Slots:
         Hkv, S, groups = own_k.shape[1], own_k.shape[2], Hq // own_k.shape[1]
         K, G = max((x.k.shape[2] for x in prompts), default=0), B // max(1, len(prompts))
         q = q.reshape(B, Hkv, groups * T, D) * D**-0.5
-        # One row of scores over both segments: [prompt keys (padded to K) | own slots].
+        # One row of scores over both segments, written in place: [prompt keys (K) | own slots].
         z = q.new_full((B, Hkv, groups * T, K + S), -torch.inf)
         torch.matmul(q, own_k.mT, out=z[..., K:])
         hidden = (held < 0) | (held > pos[:, None, :, None])  # (B, Hkv, T, S)
@@ -132,8 +132,8 @@ class KVCache:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all key and value storage, live or not. While a prompt passes, one layer's keys
-        are held in addition."""
+        """Bytes of all key and value storage, live or not. Within a forward pass of prefill, and
+        when decoding starts, one layer's keys are for a moment held in addition."""
         return sum(slots.kv_bytes for layers in (*self.prompts, self.own) for slots in layers)
 
     def _slots(self, B: int, S: int, *, decoding: bool) -> Slots:
@@ -178,26 +178,23 @@ class KVCache:
     # ---- decoding: one token a row -------------------------------------------------------------
 
     def _start(self) -> None:
-        """Make the rows' own slots. With a budget they hold the prompt's keys, too."""
-        cfg, e, G, N = self.cfg, self.eviction, self.G, len(self.prompts)
-        shared = e.budget is None
-        self.live = torch.zeros(cfg.L, N * G, dtype=torch.int64)  # own keys of a row, in each head
-        self.limit = torch.full((cfg.L, 1), NEVER)
-        for layer in range(cfg.L):
-            sizes = [self.R] * N
-            if not shared:
-                self.limit[layer] = e.live(layer, cfg.L) + e.evict_every
-                kept = [prompt[layer].k.shape[2] for prompt in self.prompts]
-                sizes = [min(int(self.limit[layer]), K + self.R) for K in kept]
-                self.live[layer] = torch.tensor(kept).repeat_interleave(G)
-            own = self._slots(N * G, max(sizes), decoding=True)
+        """Make the rows' own slots: empty, or, with a budget, holding the prompt's keys as well."""
+        L, e, G, N = self.cfg.L, self.eviction, self.G, len(self.prompts)
+        if e.budget is None:
+            self.own = [self._slots(N * G, self.R, decoding=True) for _ in range(L)]
+            return
+        self.budgets = [e.row_budget(layer, L) for layer in range(L)]
+        self.limit = torch.tensor(self.budgets)[:, None] + e.evict_every  # (L, 1)
+        kept = [[slots.k.shape[2] for slots in prompt] for prompt in self.prompts]
+        self.live = torch.tensor(kept).T.repeat_interleave(G, dim=1)  # (L, B) keys in each head
+        for layer in range(L):
+            most = max(kept[n][layer] for n in range(N)) + self.R
+            own = self._slots(N * G, min(int(self.limit[layer]), most), decoding=True)
+            for n, prompt in enumerate(self.prompts):
+                own.copy_live(slice(n * G, (n + 1) * G), prompt[layer])
+                prompt[layer] = None  # released layer by layer
             self.own.append(own)
-            if not shared:
-                for n, prompt in enumerate(self.prompts):
-                    own.copy_live(slice(n * G, (n + 1) * G), prompt[layer])
-                    prompt[layer] = None  # released layer by layer
-        if not shared:
-            self.prompts = []
+        self.prompts = []
 
     def decode(self, pos: Tensor, running: Tensor) -> Attend:
         """Attention of one new token a row: write, attend, evict.
@@ -208,9 +205,10 @@ class KVCache:
         """
         if not self.own:
             self._start()
-        G, e = self.G, self.eviction
-        self.live += running
-        due = (self.live >= self.limit) & running  # (L, B)
+        G, due = self.G, torch.zeros(self.cfg.L, len(running), dtype=torch.bool)
+        if self.eviction.budget is not None:
+            self.live += running
+            due = (self.live >= self.limit) & running
         held = pos.masked_fill(~running.to(pos.device), -1)[:, None]
         step, self.steps = self.steps, self.steps + 1
 
@@ -220,10 +218,11 @@ class KVCache:
             o = slots.attend(q, pos[:, None], [prompt[layer] for prompt in self.prompts])
             slots.observe(q)
             for n in due[layer].view(-1, G).any(-1).nonzero()[:, 0].tolist():
-                rows, budget = slice(n * G, (n + 1) * G), e.live(layer, self.cfg.L)
-                self._evict(slots, n, layer, rows, t=self.prompt_lens[n] + step, budget=budget,
-                            decoding=True, due=due[layer, rows].to(pos.device))
-                self.live[layer, rows][due[layer, rows]] = budget
+                rows = slice(n * G, (n + 1) * G)
+                self._evict(slots, n, layer, rows, t=self.prompt_lens[n] + step, decoding=True,
+                            budget=self.budgets[layer], due=due[layer, rows].to(pos.device))
+            if due[layer].any():
+                self.live[layer][due[layer]] = self.budgets[layer]
             return o
         return attend
 
@@ -236,4 +235,4 @@ class KVCache:
                     t, layer, e.seed, self.sequence[n])
         record = self.evict_at[n][layer, : seen.pos.shape[0]]
         evict(self.policy.score(seen), seen.pos, record, t=t, budget=budget, sinks=e.sinks,
-              recent=e.protected(budget, decoding=decoding), rows=due)
+              recent=e.newest(budget, decoding=decoding), rows=due)

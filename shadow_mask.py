@@ -8,8 +8,9 @@ learner's `attend` that applies it to one packed group,
 so linear layers see P + G R tokens instead of G (P + R). Prompt rows are computed once: nothing was
 evicted before them, or, where the prompt came in chunks, the same for all samples. Response rows
 attend to what is left of the prompt and of their own keys. No T x T mask exists: a block of rows
-loads the keys that it can see, and builds its own piece. With a record of nothing evicted the same
-code is the dense learner, and the teacher of track 2.
+loads the keys that it can see, and builds its own piece (which attention keeps for its backward
+pass, unless layers are checkpointed). With a record of nothing evicted the same code is the dense
+learner, and the teacher of track 2.
 
 Invariant: nothing is decided here. The record is an argument, so neither changed weights nor a
 recomputation under gradient checkpointing can change the mask.
@@ -111,9 +112,11 @@ def replay(q: Tensor, prompt_k: Tensor, prompt_v: Tensor, k: Tensor, v: Tensor,
     k, v = (x[0].view(Hkv, G, R, D).transpose(0, 1) for x in (k, v))  # (G, Hkv, R, D)
     size = min(R, ROWS, max(1, MASK_ELEMENTS // (Hkv * T)))  # rows at a time
     step = max(1, MASK_ELEMENTS // (Hkv * T * size))  # samples at a time
-    out = [torch.cat([_block(q[g : g + step, :, :, i : i + size], prompt_k[0], prompt_v[0],
-                             k[g : g + step], v[g : g + step], evict_at[g : g + step], P + i)
-                      for i in range(0, R, size)], dim=3) for g in range(0, G, step)]
+    out = []
+    for some in (slice(g, g + step) for g in range(0, G, step)):
+        blocks = [_block(q[some, :, :, i : i + size], prompt_k[0], prompt_v[0], k[some], v[some],
+                         evict_at[some], P + i) for i in range(0, R, size)]
+        out.append(torch.cat(blocks, dim=3))
     return torch.cat(out).permute(1, 2, 0, 3, 4).reshape(1, Hkv * groups, G * R, D)
 
 

@@ -22,6 +22,7 @@ from rollout import generate
 @dataclass(frozen=True)
 class ShowConfig(Config):
     prompt: str = flag("", "text of the user's turn", unset="must be given")
+    max_new: int = flag(32, "longest response, tokens")
 
 
 def column(share: float) -> str:
@@ -30,15 +31,17 @@ def column(share: float) -> str:
 
 
 def table(tokens: list[str], evict_at: Tensor) -> list[str]:
-    """A line a token, a column a layer; from one sample's record (L, Hkv, T) int32."""
+    """A line a token, a column a layer; from one sample's record (L, Hkv, T) int32. The last token
+    was sampled and never read, so no head holds it."""
     share = (evict_at == NEVER).double().mean(1).T.tolist()  # (T, L)
-    return [f"{i:5}  {''.join(map(column, row))}  {json.dumps(text, ensure_ascii=False)}"
-            for i, (text, row) in enumerate(zip(tokens, share, strict=True))]
+    columns = ["".join(map(column, row)) for row in share[:-1]] + ["-" * len(share[-1])]
+    return [f"{i:5}  {row}  {json.dumps(text, ensure_ascii=False)}"
+            for i, (text, row) in enumerate(zip(tokens, columns, strict=True))]
 
 
 def main() -> None:
-    cfg = parse(["--max-new", "32", *sys.argv[1:]], __doc__,
-                ("model", "prompt", "max_new", "dtype", "device", *SCHEDULE), ShowConfig)
+    cfg = parse(sys.argv[1:], __doc__, ("model", "prompt", "max_new", "dtype", "device", *SCHEDULE),
+                ShowConfig)
     if not cfg.prompt:
         raise BadInput("--prompt: expected the text of a question")
     tok, model = load(cfg)
@@ -47,10 +50,11 @@ def main() -> None:
                        stop_ids=tok.stop_ids, eviction=cfg.eviction())
     response = rollout.tokens[0, 0, : rollout.lengths[0, 0]].tolist()
     record = rollout.evict_at[0][:, 0, :, : len(ids) + len(response)]  # (L, Hkv, T)
-    print("one column a layer: # all heads still see the token at the end, 1-9 tenths, . none")
+    print("one column a layer: # all heads still see the token at the end, 1-9 tenths, . none, "
+          "- never read")
     names = {i: name for name, i in tok.control.items()}
     print("\n".join(table([names.get(i) or tok.decode([i]) for i in ids + response], record)))
-    left = (record == NEVER).double().mean().item() * record.shape[-1]
+    left = (record[..., :-1] == NEVER).sum(-1).double().mean().item()
     print(f"{len(ids)} prompt and {len(response)} response tokens; {left:.1f} keys left a head; "
           f"at most {rollout.kv_bytes_peak:,} bytes of keys and values, {rollout.kv_bytes_dense:,} "
           "dense")

@@ -71,7 +71,9 @@ def slow_votes(policy, window, decoding=False):
 
 
 def slow_floor(policy, sinks, recent, window):
-    return sinks + max(window if recent is None else recent, slow_votes(policy, window))
+    if recent is None:  # h2o's share of the newest grows with the budget
+        recent = 1 if policy == "h2o" else window
+    return sinks + max(recent, slow_votes(policy, window))
 
 
 def slow_kept(keep, P, floor):
@@ -104,7 +106,7 @@ def test_keep_is_exact(keep, sinks, window):
 def test_budget_cuts_a_prompt_that_reaches_it(keep, N):
     e = Eviction("recent", keep, budget=40, evict_every=N, window=8)
     chunked = dataclasses.replace(e, prefill_chunk=16)
-    assert e.live() == chunked.live() == 40
+    assert e.row_budget() == chunked.row_budget() == 40
     for P in range(1, 301):
         kept = slow_kept(keep, P, 12)
         assert e.stays(P) == (40 if kept >= 40 + N else kept)
@@ -128,7 +130,7 @@ def test_pyramid_is_a_falling_line_and_spends_the_mean(L, sinks, window):
             assert max(stays) <= P and min(stays) >= min(P, sinks + window)
     for budget in range(sinks + window, 301):
         e = Eviction(layer_budget="pyramid", budget=budget, sinks=sinks, window=window)
-        live = [e.live(layer, L) for layer in range(L)]
+        live = [e.row_budget(layer, L) for layer in range(L)]
         assert all(isinstance(x, int) for x in live)
         assert live == slow_pyramid(budget, 10**9, sinks + window, L)
         assert sum(live) == L * budget and live == sorted(live, reverse=True)
@@ -137,12 +139,12 @@ def test_pyramid_is_a_falling_line_and_spends_the_mean(L, sinks, window):
 
 def test_pyramid_from_three_halves_to_half():
     e = Eviction(keep=0.5, layer_budget="pyramid", budget=100)
-    assert [e.live(layer, 5) for layer in range(5)] == [150, 125, 100, 75, 50]
+    assert [e.row_budget(layer, 5) for layer in range(5)] == [150, 125, 100, 75, 50]
     e = Eviction(keep=0.5, layer_budget="pyramid")
     assert [e.stays(200, layer, 5) for layer in range(5)] == [150, 125, 100, 75, 50]
     assert [e.stays(200, layer, 2) for layer in range(2)] == [150, 50]
     uniform = Eviction(keep=0.5, budget=100, evict_every=1)
-    assert [uniform.live(layer, 5) for layer in range(5)] == [100] * 5
+    assert [uniform.row_budget(layer, 5) for layer in range(5)] == [100] * 5
     assert [uniform.stays(400, layer, 5) for layer in range(5)] == [100] * 5
 
 
@@ -168,7 +170,7 @@ def test_sinks_and_protected_keys_fit_every_budget(policy):
                 floor = slow_floor(policy, sinks, recent, window)
                 for budget in sorted({1, floor - 1, floor, floor + 1, 2 * floor, 100} - {0}):
                     options = {"sinks": sinks, "recent": recent, "window": window}
-                    if budget < max(floor, window):
+                    if budget < floor:
                         with pytest.raises(BadInput):
                             Eviction(policy, budget=budget, **options)
                         continue
@@ -176,9 +178,9 @@ def test_sinks_and_protected_keys_fit_every_budget(policy):
                     e = Eviction(policy, 0.3, budget=budget, layer_budget="pyramid", **options)
                     assert e.floor == floor
                     for layer in range(3):
-                        live, stays = e.live(layer, 3), e.stays(200, layer, 3)
+                        live, stays = e.row_budget(layer, 3), e.stays(200, layer, 3)
                         for n, decoding in ((live, True), (live, False), (stays, False)):
-                            newest = e.protected(n, decoding=decoding)
+                            newest = e.newest(n, decoding=decoding)
                             assert newest >= max(1, e.votes(decoding=decoding))
                             assert sinks + newest <= n
     assert accepted > 300
@@ -192,14 +194,14 @@ def test_how_many_vote_and_how_many_newest_stay():
                 assert e.votes(decoding=decoding) == slow_votes(policy, window, decoding)
                 if policy != "h2o":
                     newest = min(window, 8) if decoding else window
-                    assert e.protected(100, decoding=decoding) == newest
-    assert Eviction("snapkv", recent=3).protected(100, decoding=True) == 8, "voters stay"
-    assert Eviction("snapkv", recent=20).protected(100, decoding=True) == 20
-    assert Eviction("tova", recent=3, window=16).protected(100, decoding=False) == 3
+                    assert e.newest(100, decoding=decoding) == newest
+    assert Eviction("snapkv", recent=3).newest(100, decoding=True) == 8, "voters stay"
+    assert Eviction("snapkv", recent=20).newest(100, decoding=True) == 20
+    assert Eviction("tova", recent=3, window=16).newest(100, decoding=False) == 3
     for decoding in (False, True):
-        assert Eviction("h2o").protected(101, decoding=decoding) == 50, "half of the budget"
-        assert Eviction("h2o", recent=7).protected(101, decoding=decoding) == 7
-        assert Eviction("h2o", sinks=9).protected(12, decoding=decoding) == 3, "and the sinks"
+        assert Eviction("h2o").newest(101, decoding=decoding) == 50, "half of the budget"
+        assert Eviction("h2o", recent=7).newest(101, decoding=decoding) == 7
+        assert Eviction("h2o", sinks=9).newest(12, decoding=decoding) == 3, "and the sinks"
 
 
 @pytest.mark.parametrize("sinks,window", SHAPES)
@@ -791,7 +793,7 @@ def test_h2o_keeps_a_newcomer_that_is_attended_to(recent, stays):
         slots.write(k[:, :, step], k[:, :, step], at)
         slots.attend(q[:, :, step], at)
         evict(slots.mass, slots.pos, record, t=step.stop - 1, budget=16, sinks=2,
-              recent=e.protected(16, decoding=True))
+              recent=e.newest(16, decoding=True))
     assert record[0, :, 40].tolist() == ([NEVER] * 2 if stays else [42] * 2)
 
 
@@ -924,7 +926,6 @@ def test_random_scores_are_distinct_and_exact():
 
 # ---- bad input ----------------------------------------------------------------------------------
 
-RAISE = "; raise --budget or lower "
 BAD = [
     ({"keep": 0.0}, "--keep 0.0: expected a share in (0, 1]; 1 evicts nothing"),
     ({"keep": 1.5}, "--keep 1.5: expected a share in (0, 1]; 1 evicts nothing"),
@@ -933,12 +934,13 @@ BAD = [
     ({"prefill_chunk": 0}, "--prefill-chunk 0: expected at least 1"),
     ({"recent": 0}, "--recent 0: expected at least 1"),
     ({"window": 0}, "--window 0: expected at least 1"),
-    ({"budget": 31}, "--window 32: larger than --budget 31; raise --budget or lower --window"),
-    ({"budget": 35}, "--budget 35: smaller than --sinks 4 plus 32 newest"),
-    ({"budget": 16, "sinks": 4, "recent": 13, "window": 8, "policy": "knorm"},
-     "--budget 16: smaller than --sinks 4 plus 13 newest"),
-    ({"budget": 12, "sinks": 4, "recent": 2, "window": 9},
-     "--budget 12: smaller than --sinks 4 plus 9 newest"),
+    ({"budget": 31}, "--budget 31: smaller than --sinks 4 plus the 32 newest of --recent or "
+                     "--window; raise --budget or lower those"),
+    ({"budget": 35}, "--budget 35: smaller than --sinks 4 plus the 32 newest"),
+    ({"budget": 16, "recent": 13, "window": 8, "policy": "knorm"},
+     "--budget 16: smaller than --sinks 4 plus the 13 newest"),
+    ({"budget": 12, "recent": 2, "window": 9},
+     "--budget 12: smaller than --sinks 4 plus the 9 newest"),
 ]
 
 
@@ -965,8 +967,8 @@ def flags(options) -> list[str]:
 
 @pytest.mark.parametrize("options,says", [
     *BAD,
-    ({"keep": -0.5}, "--keep -0.5: expected a number of at least 0"),
-    ({"sinks": -1}, "--sinks -1: expected a number of at least 0"),
+    ({"keep": -0.5}, "--keep -0.5: expected a share in (0, 1]"),
+    ({"sinks": -1}, "--sinks -1: expected at least 0"),
     ({"evict_every": 4}, "--evict-every 4: expected --budget B with it"),
 ])
 def test_bad_flags_are_one_line(options, says):
@@ -993,8 +995,17 @@ def test_flags_become_the_schedule():
     assert parse(flags({"budget": 64}), "x").eviction() == Eviction(keep=1.0, budget=64)
 
 
+def test_a_window_that_nobody_reads_refuses_nothing():
+    assert Eviction("recent", budget=20, recent=4).floor == 8
+    assert Eviction("h2o", budget=16).floor == 5
+    assert Eviction("h2o", 0.5).stays(60) == 30, "not the 36 of the others' window"
+    with pytest.raises(BadInput):
+        Eviction("snapkv", budget=20, recent=4)
+
+
 def test_defaults():
     e = Eviction()
+    assert Eviction(budget=64).keep == 1.0 and Eviction(keep=0.3, budget=64).keep == 0.3
     assert (e.policy, e.keep, e.sinks, e.window, e.seed) == ("snapkv", 0.5, 4, 32, 0)
     assert (e.budget, e.evict_every, e.prefill_chunk, e.layer_budget, e.recent) == (
         None, 128, None, "uniform", None)
