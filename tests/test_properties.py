@@ -73,7 +73,7 @@ def evictions(draw, policy: str) -> Eviction:
     window = draw(st.sampled_from([1, 2, 3, 4, 7, 8, 9, 12]))  # 8 is the most while decoding
     recent = draw(st.none() | st.sampled_from([1, 2, 5, 10]))
     least = least_budget(policy, sinks, recent, window)
-    budget = draw(st.none() | st.integers(least, least + 20))
+    budget = None if draw(st.integers(0, 2)) == 0 else least + draw(st.integers(0, 16))
     return Eviction(policy, draw(st.integers(1, 100)) / 100, budget=budget,
                     evict_every=draw(st.integers(1, 12)), sinks=sinks, recent=recent,
                     prefill_chunk=draw(st.none() | st.integers(1, 24)), window=window,
@@ -417,7 +417,7 @@ def test_rollout_record_and_replay_agree(policy):
             found["layers unlike"] += len({int((x != NEVER).sum()) for x in record}) > 1
 
     examples()
-    assert len(found) == 6 and min(found.values()) >= 3, ("examples not worth testing", found)
+    assert len(found) == 6 and all(found.values()), ("examples not worth testing", found)
 
 
 @settings(SETTINGS, max_examples=300)
