@@ -39,20 +39,23 @@ class Config:
     max_new: int | None = flag(None, "longest response, tokens")
     temperature: float = flag(1.0, "of sampling, replayed by the learner")
     policy: str = flag("snapkv", "eviction policy, see below", list(POLICIES))
-    keep: float | None = flag(None, "share of a prompt's keys kept when prefill ends, in (0, 1]",
+    keep: float | None = flag(None, "share of a prompt's keys kept when prefill ends, in (0, 1]; "
+                              "sinks and newest are the least",
                               unset="0.5, or 1 with --budget")
     budget: int | None = flag(None, "B: a sequence is cut back to B keys in every layer and head, "
                               "whenever it holds B + N", unset="no limit")
     evict_every: int | None = flag(None, "N of --budget", unset="128")
     prefill_chunk: int | None = flag(None, "K: prefill a prompt that must lose keys K tokens at a "
                                      "time, and evict after each", unset="in one piece")
-    layer_budget: str = flag("uniform", "the same budget in every layer, or linearly falling with "
-                             "depth from 3/2 to 1/2 of it", list(LAYER_BUDGETS))
+    layer_budget: str = flag("uniform", "the same share or budget in every layer, or linearly "
+                             "falling with depth, at most from 3/2 to 1/2 of it",
+                             list(LAYER_BUDGETS))
     sinks: int = flag(4, "first positions that are never evicted")
-    recent: int | None = flag(None, "newest positions that are never evicted",
+    recent: int | None = flag(None, "newest positions never evicted, beside those of the queries "
+                              "that vote",
                               unset="--window, at most 8 while decoding; h2o: half of the budget")
-    window: int = flag(32, "last queries whose attention snapkv and rkv read, at most 8 while "
-                       "decoding")
+    window: int = flag(32, "last queries that vote (snapkv; rkv: at most 8), whose keys stay; "
+                       "while decoding at most 8")
     lam: float = flag(0.1, "weight of the distillation KL")
     loss: str = flag("dapo", "token weighting", list(LOSSES))
     eps_low: float = flag(0.2, "lower clip of the ratio, idle with one update a rollout")
@@ -121,7 +124,7 @@ def parse(argv: list[str], doc: str, only: typing.Sequence[str] = (), cls: type[
     some."""
     def refuse(message: str):
         raise BadInput(f"{message}; see --help")
-    policies = [f"  {name:9}{policy.score.__doc__.splitlines()[0]}"
+    policies = [f"  {name:8} {(policy.score.__doc__ or '').partition(chr(10))[0]}"
                 for name, policy in POLICIES.items()]
     parser = argparse.ArgumentParser(
         description=doc.split("\n", 1)[0], epilog="\n".join(["policies:", *policies]),

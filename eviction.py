@@ -6,7 +6,8 @@ not replay that. `evict` turns a score into a decision, frees the slots and reco
     evict_at[.., j] = first query position that can no longer see key j   (NEVER if it stays)
 
 Invariant: eviction is permanent, so this one integer a key says all there is to say.
-To add a policy, write one function from `Seen` to scores and enter it in `POLICIES`.
+To add a policy, write one function from `Seen` to scores and enter it in `POLICIES`, as
+Policy(function), with `queries` or `mass` if it reads attention.
 """
 
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class Seen:
         are live now, in float32 or wider."""
         B, Hq, W, D = self.q.shape
         Hkv = self.k.shape[1]
+        assert W, "no queries are kept for this policy: enter it as Policy(..., queries=W)"
         q = widen(self.q).view(B, Hkv, Hq // Hkv, W, D)
         z = q @ widen(self.k).unsqueeze(2).mT * D**-0.5  # (B, Hkv, groups, W, S)
         q_pos = self.t - W + 1 + torch.arange(W, device=self.pos.device)

@@ -18,9 +18,11 @@ from eval import SCHEDULE, load
 from eviction import NEVER
 from rollout import generate
 
+FLAGS = ("model", "prompt", "max_new", "dtype", "device", *SCHEDULE)
+
 
 @dataclass(frozen=True)
-class ShowConfig(Config):
+class Flags(Config):
     prompt: str = flag("", "text of the user's turn", unset="must be given")
     max_new: int = flag(32, "longest response, tokens")
 
@@ -40,8 +42,7 @@ def table(tokens: list[str], evict_at: Tensor) -> list[str]:
 
 
 def main() -> None:
-    cfg = parse(sys.argv[1:], __doc__, ("model", "prompt", "max_new", "dtype", "device", *SCHEDULE),
-                ShowConfig)
+    cfg = parse(sys.argv[1:], __doc__, FLAGS, Flags)
     if not cfg.prompt:
         raise BadInput("--prompt: expected the text of a question")
     tok, model = load(cfg)
@@ -58,6 +59,9 @@ def main() -> None:
     print(f"{len(ids)} prompt and {len(response)} response tokens; {left:.1f} keys left a head; "
           f"at most {rollout.kv_bytes_peak:,} bytes of keys and values, {rollout.kv_bytes_dense:,} "
           "dense")
+    if (record == NEVER).all():
+        print(f"nothing was evicted: {cfg.eviction().floor} keys (--sinks, and --recent or "
+              "--window) always stay, and a budget acts when B + N keys are held")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ status 1 if a cell is outside. The embedded model samples at temperature 2: wher
 a token, the log-prob is 0 under any mask.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ def cell(model: Qwen, prompts: list[list[int]], eviction: Eviction, temperature:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.split("\n", 1)[0]).parse_args()
     start, bad, every = time.perf_counter(), 0, list(models())
     print(f"models: {', '.join(name for name, *_ in every)}")
     print(f"{'policy':9}{'schedule':25}{'shadow':>9}{'dense':>9}{'keys evicted':>14}")

@@ -16,16 +16,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from config import parse  # noqa: E402
+import eval as evaluation  # noqa: E402
+from config import Config, flag, parse  # noqa: E402
 from errors import run_cli  # noqa: E402
-from eval import FLAGS, load, load_problems, respond  # noqa: E402
+from eval import load, load_problems, respond  # noqa: E402
 from grpo import group_terms, mismatch  # noqa: E402
+
+FLAGS = (*evaluation.FLAGS, "prompts", "group", "temperature")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags(Config):
+    prompts: int = flag(4, "prompts")
+    max_new: int = flag(96, "longest response, tokens")
 
 
 def main() -> None:
-    # 4 prompts x 8 samples x 96 tokens, unless told otherwise
-    cfg = parse(["--prompts", "4", "--max-new", "96", *sys.argv[1:]], __doc__,
-                (*FLAGS, "prompts", "group", "temperature"))
+    cfg = parse(sys.argv[1:], __doc__, FLAGS, Flags)
     tok, model = load(cfg)
     encoded = load_problems(cfg, "test", tok)[: cfg.prompts]
     start = time.perf_counter()

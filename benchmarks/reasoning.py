@@ -1,6 +1,6 @@
 """How well the embedded model reasons, apart from the answer's form, under every kind of cache.
 
-    python benchmarks/reasoning.py --limit 1024
+    python benchmarks/reasoning.py --limit 512
 
 Greedy; `reward` is the task's, `reasoning` scores the text before a closing check, with its 95 %
 interval; `KV` is the peak of key and value bytes, as a share of the dense cache's.
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from config import parse  # noqa: E402
 from data import gsm8k  # noqa: E402
-from errors import run_cli  # noqa: E402
+from errors import BadInput, run_cli  # noqa: E402
 from eval import BATCH, load, load_problems, respond, wilson  # noqa: E402
 from eviction import DENSE, POLICIES, Eviction  # noqa: E402
 
@@ -32,9 +32,13 @@ CACHES = {"dense": DENSE} | {
 }
 
 
+FLAGS = ("limit", "max_prompt", "max_new", "dtype", "device")
+
+
 def main() -> None:
-    cfg = parse(["--task", "gsm8k", *sys.argv[1:]], __doc__,
-                ("task", "limit", "max_prompt", "max_new", "dtype", "device"))
+    cfg = parse(sys.argv[1:], __doc__, FLAGS)
+    if cfg.limit == 0:
+        raise BadInput("--limit 0: expected at least 1 problem")
     tok, model = load(cfg)
     encoded, start = load_problems(cfg, "test", tok)[: cfg.limit], time.perf_counter()
     print(f"{'cache':38}{'reward':>7}{'reasoning':>11}{'interval':>16}{'KV':>7}   n={len(encoded)}")

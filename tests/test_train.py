@@ -6,6 +6,7 @@ of the time: a random model would earn 0 throughout, and every group would be de
 """
 
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -891,8 +892,9 @@ def test_commands_that_are_written_down(file, words, tiny, rows, tmp_path, monke
         assert summary(tmp_path / "run")["steps"] == 1
     elif script == "eval.py":
         parse(argv, "x", evaluation.FLAGS)
-    elif script == "benchmarks/mismatch.py":
-        parse(argv, "x", (*evaluation.FLAGS, "prompts", "group", "temperature"))
+    elif script in ("show.py", "benchmarks/mismatch.py", "benchmarks/reasoning.py"):
+        program = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        parse(argv, "x", program.FLAGS, getattr(program, "Flags", Config))
     else:
         text = (ROOT / script).read_text(encoding="utf-8")
         for flag in (x.partition("=")[0] for x in argv if x.startswith("--")):
