@@ -14,6 +14,7 @@ import torch
 from eviction import NEVER
 from kvcache import Slots
 from model import ModelConfig, Qwen
+from rollout import Rollout
 from shadow_mask import Replay, pack
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "data" / "embedded"
@@ -148,3 +149,20 @@ def hidden_from_prompt(evict_at: torch.Tensor, P: int) -> torch.Tensor:
     """Prompt rows do not see what was evicted at the end of prefill, but for the key's own row."""
     own = torch.arange(evict_at.shape[-1], dtype=torch.int32) + 1
     return torch.where(evict_at == P, own, evict_at)
+
+
+def gradients(model: Qwen, roll: Rollout, logp, record=lambda x: x) -> dict[str, torch.Tensor]:
+    """Of a randomly weighted sum of the log-probs that `logp` (the oracle, or the learner) gives
+    to the sampled tokens under the record."""
+    weights = torch.randn(roll.logp.shape, generator=torch.Generator().manual_seed(2),
+                          dtype=torch.float64) * roll.mask
+    model.zero_grad()
+    for n, prompt in enumerate(roll.prompts):
+        value = logp(model, prompt, roll.tokens[n], record(roll.evict_at[n]))
+        (weights[n] * value).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest difference of two gradients, as a share of b's largest in the same parameter."""
+    return max(worst(a[name], b[name]) / b[name].abs().max().item() for name in b)

@@ -18,9 +18,11 @@ from oracle import (
     CONTROL,
     EMBEDDED,
     V,
+    apart,
     build,
     embedded_prompts,
     full_mask,
+    gradients,
     hidden_from_prompt,
     later,
     learner,
@@ -243,31 +245,18 @@ def test_gradients_equal_the_oracle(kind, groups, masks):
     model = build(kind, groups)
     roll = sample(model, make_prompts(LENGTHS), snap(0.3), stop_ids=frozenset((0, 1)), max_new=16)
     assert not roll.mask.all() and not roll.stopped.all()
-    weights = torch.randn(roll.logp.shape, generator=torch.Generator().manual_seed(2),
-                          dtype=torch.float64) * roll.mask
-
-    def gradients(logp, record=lambda x: x) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        for n, prompt in enumerate(roll.prompts):
-            value = logp(model, prompt, roll.tokens[n], record(roll.evict_at[n]))
-            (weights[n] * value).sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    def apart(a, b):
-        return max(worst(a[name], b[name]) / b[name].abs().max().item() for name in b)
-
-    slow, packed = gradients(oracle), gradients(learner)
+    slow, packed = gradients(model, roll, oracle), gradients(model, roll, learner)
     calls, kept = len(masks), [m.clone() for m in masks[: model.cfg.L]]
     assert apart(packed, slow) <= 1e-10
     model.checkpointing = True
     masks.clear()
-    recomputed = gradients(learner)
+    recomputed = gradients(model, roll, learner)
     model.checkpointing = False
     assert len(masks) == 2 * calls, "checkpointing must have run the forward twice"
     # The backward pass builds the masks again, last layer first.
     assert all(map(torch.equal, masks[: 2 * model.cfg.L], kept + kept[::-1]))
     assert apart(recomputed, slow) <= 1e-10
-    assert apart(gradients(learner, dense_record), slow) > CONTROL
+    assert apart(gradients(model, roll, learner, dense_record), slow) > CONTROL
 
 
 def test_gradients_are_finite_in_float32():

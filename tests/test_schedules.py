@@ -13,8 +13,10 @@ from oracle import (
     CONTROL,
     EMBEDDED,
     V,
+    apart,
     build,
     embedded_prompts,
+    gradients,
     later,
     learner,
     make_prompts,
@@ -375,29 +377,16 @@ def masks(monkeypatch):
 def test_gradients_equal_the_oracle(policy, name, masks, monkeypatch):
     model = build("qwen3", 2)
     roll = sample(model, make_prompts(LENGTHS), schedule(policy, name), stop_ids=STOPS)
-    weights = torch.randn(roll.logp.shape, generator=torch.Generator().manual_seed(2),
-                          dtype=torch.float64) * roll.mask
-
-    def gradients(logp, record=lambda x: x) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        for n, prompt in enumerate(roll.prompts):
-            value = logp(model, prompt, roll.tokens[n], record(roll.evict_at[n]))
-            (weights[n] * value).sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    def apart(a, b):
-        return max(worst(a[name], b[name]) / b[name].abs().max().item() for name in b)
-
-    slow = gradients(oracle)
-    assert apart(gradients(learner), slow) <= 1e-10
+    slow = gradients(model, roll, oracle)
+    assert apart(gradients(model, roll, learner), slow) <= 1e-10
     calls = len(masks)
     model.checkpointing = True
-    assert apart(gradients(learner), slow) <= 1e-10
+    assert apart(gradients(model, roll, learner), slow) <= 1e-10
     assert len(masks) == 3 * calls, "checkpointing must have run the forward twice"
     model.checkpointing = False
     monkeypatch.setattr(shadow_mask, "ROWS", 5)
-    assert apart(gradients(learner), slow) <= 1e-10
-    assert apart(gradients(learner, dense_record), slow) > CONTROL
+    assert apart(gradients(model, roll, learner), slow) <= 1e-10
+    assert apart(gradients(model, roll, learner, dense_record), slow) > CONTROL
 
 
 @pytest.mark.parametrize("rows,elements", [(512, 2**25), (7, 2**25), (4, 700), (512, 200), (3, 1)])
