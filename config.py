@@ -9,9 +9,10 @@ from datetime import datetime
 
 import torch
 
+from data import TASKS
 from errors import BadInput
 from eviction import LAYER_BUDGETS, POLICIES, Eviction
-from grpo import LOSSES, Objective
+from grpo import LOSSES, METHODS, Objective
 from model import DTYPES
 
 
@@ -23,7 +24,8 @@ def flag(default, help: str, choices: typing.Sequence[str] | None = None, *,
 
 @dataclass(frozen=True)
 class Config:
-    task: str = flag("gsm8k", "what to learn", ["gsm8k"])
+    task: str = flag("gsm8k", "what to learn", list(TASKS))
+    method: str = flag("smd", "how the learner deals with eviction", list(METHODS))
     model: str | None = flag(None, "Qwen checkpoint folder", unset="the embedded model")
     data_dir: str | None = flag(None, "folder of {train,test}.jsonl, or `stories`",
                                 unset="stories for the embedded model, else a download")
@@ -35,7 +37,8 @@ class Config:
     steps: int | None = flag(None, "optimiser steps")
     prompts: int = flag(8, "prompts a step")
     group: int = flag(8, "samples a prompt")
-    max_prompt: int = flag(1024, "longest prompt, tokens; a longer one is an error")
+    max_prompt: int | None = flag(None, "longest prompt, tokens; a longer document is cut to it",
+                                  unset="9000 for govreport, 2048 for hotpotqa, else 1024")
     max_new: int | None = flag(None, "longest response, tokens")
     temperature: float = flag(1.0, "of sampling, replayed by the learner")
     policy: str = flag("snapkv", "eviction policy, see below", list(POLICIES))
@@ -56,10 +59,11 @@ class Config:
                               unset="--window, at most 8 while decoding; h2o: half of the budget")
     window: int = flag(32, "last queries that vote (snapkv; rkv: at most 8), whose keys stay; "
                        "while decoding at most 8")
-    lam: float = flag(0.1, "weight of the distillation KL")
+    updates_per_rollout: int = flag(1, "optimiser steps on the same samples")
+    lam: float | None = flag(None, "weight of the distillation KL, smd only", unset="0.1")
     loss: str = flag("dapo", "token weighting", list(LOSSES))
-    eps_low: float = flag(0.2, "lower clip of the ratio, idle with one update a rollout")
-    eps_high: float = flag(0.2, "upper clip of the ratio, idle with one update a rollout")
+    eps_low: float = flag(0.2, "lower clip of the ratio; idle with one update a rollout")
+    eps_high: float = flag(0.2, "upper clip of the ratio; idle with one update a rollout")
     lr: float | None = flag(None, "learning rate of AdamW, constant")
     max_grad_norm: float = flag(1.0, "gradient norm to clip to")
     micro_samples: int = flag(0, "samples of a group in one backward pass; 0 = all")
@@ -73,7 +77,8 @@ class Config:
     save_every: int = flag(20, "steps between checkpoints; 0 = only the last")
 
     def __post_init__(self) -> None:
-        least = {"group": 2, "prompts": 1, "max_prompt": 1, "max_new": 1, "eval_during": 1}
+        least = {"group": 2, "prompts": 1, "max_prompt": 1, "max_new": 1, "eval_during": 1,
+                 "updates_per_rollout": 1}
         checked_there = {f.name for f in dataclasses.fields(Eviction)} - {"seed"}
         for f in dataclasses.fields(self):
             name, value = f"--{f.name.replace('_', '-')}", getattr(self, f.name)
@@ -89,6 +94,9 @@ class Config:
             raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
         if self.evict_every is not None and self.budget is None:
             raise BadInput(f"--evict-every {self.evict_every}: expected --budget B with it")
+        if self.lam is not None and self.method != "smd":
+            raise BadInput(f"--lam {self.lam}: --method {self.method} distils nothing; leave it "
+                           "out, or use --method smd")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("--device cuda: torch sees no CUDA device; use --device cpu")
         self.eviction()  # checks its own flags
@@ -98,7 +106,8 @@ class Config:
                            if getattr(self, f.name) is not None})
 
     def objective(self) -> Objective:
-        return Objective(*(getattr(self, f.name) for f in dataclasses.fields(Objective)))
+        return Objective(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Objective)
+                            if getattr(self, f.name) is not None})
 
 
 # What a flag that was not given becomes: (embedded model, real model).
@@ -109,6 +118,10 @@ DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lr": (1e-4, 1e-6), "contr
 def resolve(cfg: Config) -> Config:
     given = {name: values[cfg.model is not None] for name, values in DEFAULTS.items()
              if getattr(cfg, name) is None}
+    if cfg.lam is None and cfg.method == "smd":
+        given["lam"] = Objective.lam
+    if cfg.max_prompt is None:
+        given["max_prompt"] = {"govreport": 9000, "hotpotqa": 2048}.get(cfg.task, 1024)
     given["keep"] = cfg.eviction().keep
     if cfg.budget is not None and cfg.evict_every is None:
         given["evict_every"] = Eviction.evict_every

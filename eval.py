@@ -10,12 +10,14 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from config import Config, parse
-from data import gsm8k, stories
+from data import TASKS, stories, texts
+from data.files import Problem
 from errors import BadInput, run_cli
 from eviction import DENSE, Eviction
 from model import DTYPES, Qwen, load_model
@@ -27,7 +29,7 @@ SCHEDULE = tuple(f.name for f in dataclasses.fields(Eviction))
 FLAGS = ("task", "model", "data_dir", "shots", "limit", "max_prompt", "max_new", "dtype", "device",
          *SCHEDULE)
 
-Encoded = list[tuple[gsm8k.Problem, list[int]]]  # problems with their prompt's token ids
+Encoded = list[tuple[Problem, list[int]]]  # problems with their prompt's token ids
 
 
 def load(cfg: Config, folder: str | None = None) -> tuple[Tokenizer, Qwen]:
@@ -43,18 +45,42 @@ def load(cfg: Config, folder: str | None = None) -> tuple[Tokenizer, Qwen]:
 
 
 def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
-    """The task's problems: generated stories for the embedded model, GSM8K for a real one. A prompt
-    longer than `max_prompt` is BadInput, never cut."""
+    """The task's problems: generated ones for the embedded model, else real ones. A document that
+    makes a prompt longer than `max_prompt` is cut at its end; nothing else ever is (BadInput)."""
+    if cfg.shots and cfg.task != "gsm8k":
+        raise BadInput(f"--shots {cfg.shots}: only --task gsm8k has solved examples; leave it out")
     ours = cfg.data_dir == "stories" or (cfg.model is None and cfg.data_dir is None)
-    problems = stories.load(split) if ours else gsm8k.load(split, cfg.data_dir, shots=cfg.shots)
-    encoded = [(p, tok.chat(p.prompt)) for p in problems]
-    for p, ids in encoded:
+    if ours:
+        problems = stories.load(split) if cfg.task == "gsm8k" else texts.load(cfg.task, split)
+    else:
+        problems = TASKS[cfg.task].load(split, cfg.data_dir, shots=cfg.shots)
+    encoded, cut = [], 0
+    for p in problems:
+        ids = tok.chat(p.prompt)
+        if p.document and len(ids) > cfg.max_prompt:
+            document, cut = tok.encode(p.document), cut + 1
+            room = len(document) - (len(ids) - cfg.max_prompt)
+            while room > 0 and len(ids) > cfg.max_prompt:  # at the seam tokens may merge otherwise
+                p = dataclasses.replace(p, document=tok.decode(document[:room]).rstrip("\ufffd"))
+                ids, room = tok.chat(p.prompt), room - 1
         if len(ids) > cfg.max_prompt:
             raise BadInput(f"{split} problem {p.index}: prompt of {len(ids)} tokens; expected at "
                            f"most --max-prompt {cfg.max_prompt}; raise it or use fewer --shots")
+        encoded.append((p, ids))
+    if cut:
+        print(f"{cut} of {len(encoded)} {split} documents cut to --max-prompt {cfg.max_prompt}")
     if split == "test" and cfg.limit > len(encoded):
         raise BadInput(f"--limit {cfg.limit}: expected at most {len(encoded)}, all test problems")
     return encoded
+
+
+def worth(score: Callable[[str, Problem], float], text: str, p: Problem) -> float:
+    """A reward; NaN, which abstains, if the reward raises or gives no number."""
+    try:
+        value = float(score(text, p))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def respond(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Config, *, step: int = 0,
@@ -62,38 +88,48 @@ def respond(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Config, *, step:
     """Sample groups as the config says, or one greedy response under another cache. Returns the
     rollout, its texts (N, G) without stop tokens, and its rewards (N, G) float32."""
     G, temperature = (1, 0.0) if greedy else (cfg.group, cfg.temperature)
+    sampling = DENSE if cfg.method == "dense" else cfg.eviction()
     rollout = generate(model, [ids for _, ids in encoded], sequence=[p.index for p, _ in encoded],
                        G=G, max_new=cfg.max_new, stop_ids=tok.stop_ids, seed=cfg.seed, step=step,
-                       eviction=greedy or cfg.eviction(), temperature=temperature)
+                       eviction=greedy or sampling, temperature=temperature)
     texts = [[tok.decode(rollout.tokens[n, g, : rollout.lengths[n, g]].tolist()) for g in range(G)]
              for n in range(len(encoded))]
-    rewards = [[gsm8k.reward(text, p) for text in group]
+    rewards = [[worth(TASKS[cfg.task].reward, text, p) for text in group]
                for group, (p, _) in zip(texts, encoded, strict=True)]
     return rollout, texts, torch.tensor(rewards, device=rollout.lengths.device)
 
 
 def wilson(k: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share k / n (Wilson 1927): stays in [0, 1] and has width at k = 0."""
+    """95 % interval of a share k / n (Wilson 1927): stays in [0, 1] and has width at k = 0. For the
+    mean of scores in [0, 1] it is rather too wide."""
     z, p = 1.959964, k / n
     centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
 
 
 def evaluate(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Config) -> dict[str, dict]:
-    """For the dense and the evicted cache: greedy accuracy, its interval, n, share truncated."""
+    """For the dense and the evicted cache, greedy: means of the task's metrics, the interval of the
+    first, its `scores` problem by problem, n, share truncated."""
     out, n = {}, len(encoded)
     for name, eviction in (("dense", DENSE), ("evicted", cfg.eviction())):
-        right = truncated = 0.0
+        rows, truncated = [], 0.0
         for i in range(0, n, BATCH):
-            rollout, _, rewards = respond(model, tok, encoded[i : i + BATCH], cfg, greedy=eviction)
-            right, truncated = right + rewards.sum(), truncated + (~rollout.stopped).sum()
-        out[name] = {"accuracy": float(right) / n, "interval": wilson(float(right), n), "n": n,
-                     "truncated": float(truncated) / n}
+            part = encoded[i : i + BATCH]
+            rollout, answers, _ = respond(model, tok, part, cfg, greedy=eviction)
+            rows += [TASKS[cfg.task].metrics(text, p)
+                     for (text,), (p, _) in zip(answers, part, strict=True)]
+            truncated += float((~rollout.stopped).sum())
+        scores = {key: [row[key] for row in rows] for key in rows[0]}
+        main = next(iter(scores))
+        out[name] = {**{key: sum(x) / n for key, x in scores.items()}, "truncated": truncated / n,
+                     "interval": wilson(sum(scores[main]), n), "n": n,
+                     "scores": [round(x, 4) for x in scores[main]]}
     return out
 
 
 def describe(results: dict[str, dict]) -> str:
-    return "   ".join(f"{name} {x['accuracy']:.3f} [{x['interval'][0]:.3f}, "
+    """`dense 0.938 [0.901, 0.961]   evicted ...`: the main metric."""
+    return "   ".join(f"{name} {next(iter(x.values())):.3f} [{x['interval'][0]:.3f}, "
                       f"{x['interval'][1]:.3f}]" for name, x in results.items())
 
 
@@ -104,7 +140,7 @@ def main() -> None:
     tok, model = load(cfg)
     encoded = load_problems(cfg, "test", tok)[: cfg.limit]
     results = evaluate(model, tok, encoded, cfg)
-    print(f"greedy accuracy, n = {len(encoded)}: " + describe(results))
+    print(f"greedy {next(iter(results['dense']))}, n = {len(encoded)}: " + describe(results))
     print(json.dumps({"model": cfg.model, **dataclasses.asdict(cfg.eviction()), **results}))
 
 

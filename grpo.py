@@ -1,4 +1,4 @@
-"""The objective: GRPO on the shadow-masked policy, plus a KL penalty towards the dense one.
+"""The objectives: GRPO on the shadow-masked policy, with a KL to the dense one, and the baselines.
 
     maximise  E[ L_GRPO(pi(y|x,M)) - lam * KL( sg[pi(y|x)] || pi(y|x,M) ) ]
 
@@ -9,6 +9,7 @@ Sources: SMD arXiv 2605.06850; GRPO arXiv 2402.03300, section 4.1; DAPO arXiv 25
 mean); Dr. GRPO arXiv 2503.20783 (constant denominator, no division by the deviation).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,33 +21,40 @@ from model import Qwen
 from rollout import Rollout
 from shadow_mask import Replay, dense_record, pack
 
+METHODS = ("smd", "dense", "naive", "sparse-rl")
 LOSSES = ("grpo", "dapo", "dr_grpo")
+MAX_RHO, MIN_RHO = 1.5, 1e-4  # Sparse-RL: largest weight of a token; below, a sample is rejected
 LOGIT_BYTES = 2**27  # of one chunk of float32 logits
 
 
 @dataclass(frozen=True)
 class Objective:
     """Constants of the loss."""
+
     loss: str = "dapo"  # how tokens are weighted, see `token_weights`
     lam: float = 0.1  # weight of the distillation KL; 0 is track 1 alone
     eps_low: float = 0.2  # the ratio is clipped to [1 - eps_low, 1 + eps_high]
     eps_high: float = 0.2
     temperature: float = 1.0  # that of the rollout, replayed here
     micro_samples: int = 0  # samples of a group in one packed row, 0 = all; bounds memory only
+    method: str = "smd"  # all others have a dense learner; `sparse-rl` corrects it by weights
 
 
 def advantages(rewards: Tensor, *, scale: bool) -> Tensor:
     """Rewards (N, G) minus their group's mean, exactly 0 if all are equal; `scale` divides by the
-    group's unbiased standard deviation + 1e-6."""
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    group's unbiased standard deviation + 1e-6. A NaN reward abstains: advantage 0, in no mean."""
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     if scale:
-        centred = centred / (rewards.std(dim=1, keepdim=True) + 1e-6)
-    return centred.masked_fill(dead_groups(rewards)[:, None], 0.0)
+        n = (~rewards.isnan()).sum(dim=1, keepdim=True)
+        variance = centred.square().nansum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + 1e-6)
+    return centred.masked_fill(dead_groups(rewards)[:, None] | rewards.isnan(), 0.0)
 
 
 def dead_groups(rewards: Tensor) -> Tensor:
     """(N,) bool: groups of equal rewards, which teach the policy nothing."""
-    return (rewards == rewards[:, :1]).all(dim=1)
+    low, high = (rewards.nan_to_num(nan=x) for x in (math.inf, -math.inf))
+    return low.amin(dim=1) >= high.amax(dim=1)
 
 
 def token_weights(mask: Tensor, loss: str) -> Tensor:
@@ -125,33 +133,68 @@ def group_terms(model: Qwen, rollout: Rollout, n: int, samples: slice, *, temper
     return *token_terms(model, hidden[row[mask]], teacher, tokens[mask], temperature), mask
 
 
+@torch.no_grad()
+def old_policy(model: Qwen, rollout: Rollout, o: Objective, updates: int = 1) -> Tensor | None:
+    """What ratios are taken against, (N, G, R): for SMD the recorded log-probs, for the others
+    those of the dense learner before the first update. None = where the ratio is 1 anyway."""
+    if o.method == "smd" or (updates == 1 and o.method != "sparse-rl"):
+        return rollout.logp if updates > 1 else None
+    old = rollout.logp.clone()
+    N, G, _ = old.shape
+    for n in range(N):
+        for s in samples_at_a_time(G, o):
+            logp, _, _, mask = group_terms(model, rollout, n, s, temperature=o.temperature,
+                                           distil=False, replay=False)
+            old[n, s, : mask.shape[1]][mask] = logp
+    return old
+
+
+def samples_at_a_time(G: int, o: Objective) -> list[slice]:
+    step = o.micro_samples or G
+    return [slice(g, min(g + step, G)) for g in range(0, G, step)]
+
+
+def sparse_rl(old_logp: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Corrections of Sparse-RL (arXiv 2601.10079), detached: the weight of each token (N, G, R),
+    min(rho, 1.5) with rho = old dense / sampler, and the samples (N, G) that hold a rho < 1e-4."""
+    rho = (old_logp - rollout.logp).exp().where(rollout.mask, 1.0)
+    return rho.clamp(max=MAX_RHO), (rho < MIN_RHO).any(-1)
+
+
 def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objective,
              old_logp: Tensor | None = None) -> dict[str, float]:
     """Accumulate the gradient of one optimiser step, group by group, and tell what was seen.
+
     Args:
-        rewards: (N, G) float.
-        old_logp: (N, G, R) of the policy before the step; None = the current one (first update).
+        rewards: (N, G) float, NaN abstains.
+        old_logp: (N, G, R), from `old_policy`.
     Returns: metrics named as in README.md; `loss` is NaN if any token's loss was.
     """
     o = objective
     N, G, _ = rollout.tokens.shape
     advantage = advantages(rewards, scale=o.loss != "dr_grpo").to(rollout.logp)
-    weights = token_weights(rollout.mask, o.loss).to(rollout.logp)
-    dead, step = dead_groups(rewards), o.micro_samples or G
+    counted, correction = rollout.mask, rollout.logp.new_ones(())
+    rejected = torch.zeros_like(rollout.stopped)
+    if o.method == "sparse-rl":  # a rejected sample leaves numerator and denominator
+        correction, rejected = sparse_rl(old_logp, rollout)
+        counted = counted & ~rejected[..., None]
+    weights = token_weights(counted, o.loss).to(rollout.logp) * correction
+    dead, replay = dead_groups(rewards), o.method == "smd"
+    lam = o.lam if replay else 0.0
     names = ("distill/kl", "policy/entropy", "policy/clip_frac")
     seen: dict[str, list[Tensor]] = {key: [] for key in (*names, "loss", "difference")}
     for n in range(N):
-        if dead[n] and o.lam == 0:
+        if dead[n] and lam == 0:
             continue  # nothing in it has a gradient
-        for s in (slice(g, min(g + step, G)) for g in range(0, G, step)):
-            logp, entropy, kl, mask = group_terms(
-                model, rollout, n, s, temperature=o.temperature, distil=o.lam > 0)
+        for s in samples_at_a_time(G, o):
+            logp, entropy, kl, mask = group_terms(model, rollout, n, s, temperature=o.temperature,
+                                                  distil=lam > 0, replay=replay)
             pick = (n, s, slice(0, mask.shape[1]))
             w, sampled = weights[pick][mask], rollout.logp[pick][mask]
             old = logp.detach() if old_logp is None else old_logp[pick][mask]
             policy, clipped = policy_loss(
                 logp, old, advantage[n, s, None].expand(mask.shape)[mask], o.eps_low, o.eps_high)
-            loss = (w * (policy + o.lam * kl)).sum()
+            loss = (w * (policy + lam * kl)).sum()
             loss.backward()
             for key, value in zip(seen, (kl, entropy, clipped, loss[None], logp - sampled),
                                   strict=True):
@@ -160,15 +203,23 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
     tokens = len(every["difference"])
     return {"loss": float(every["loss"].sum()), "tok/learn": tokens,
             "reward/dead_group_frac": float(dead.float().mean()),
+            "reward/abstained_frac": float(rewards.isnan().float().mean()),
+            "mismatch/rejected_frac": float(rejected.float().mean()),
             **{key: float(every[key].sum()) / max(1, tokens) for key in names},
             **mismatch(every["difference"])}
 
 
 def mismatch(difference: Tensor) -> dict[str, float]:
-    """Statistics of raw (learner_logp - rollout_logp) over tokens (M,); `kl` is the k3 estimate of
-    KL(sampler || learner), E[r - 1 - log r] with r = learner / sampler."""
+    """Statistics of raw (learner_logp - rollout_logp) over tokens (M,), before any truncation.
+
+    `kl` is the k3 estimate of KL(sampler || learner), E[r - 1 - log r] with r = learner / sampler;
+    `ratio_p001`, `p01`, `p05` are the 0.1 %, 1 % and 5 % percentiles of r, `outside_frac` the share
+    of tokens with r outside [0.9, 1.1]."""
     d = difference.double() if len(difference) else torch.zeros(1, dtype=torch.float64)
+    ratio = d.exp()
+    tail = {f"mismatch/ratio_p{name}": float(d.quantile(share).exp())
+            for name, share in (("001", 0.001), ("01", 0.01), ("05", 0.05))}
     return {"mismatch/logp_abs_mean": float(d.abs().mean()),
             "mismatch/logp_abs_max": float(d.abs().max()),
-            "mismatch/kl": float((d.exp() - 1 - d).mean()),
-            "mismatch/ratio_p01": float(d.quantile(0.01).exp())}
+            "mismatch/kl": float((ratio - 1 - d).mean()), "mismatch/ratio_min": float(ratio.min()),
+            "mismatch/outside_frac": float(((ratio < 0.9) | (ratio > 1.1)).double().mean()), **tail}

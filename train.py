@@ -26,7 +26,7 @@ from tqdm import tqdm
 from config import Config, parse
 from errors import BadInput, read_json, run_cli
 from eval import Encoded, describe, evaluate, load, load_problems, respond
-from grpo import advantages, backward
+from grpo import advantages, backward, old_policy
 from model import Qwen, save_model
 from optim import MasterAdamW
 from tokenizer import Tokenizer
@@ -123,12 +123,21 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
     with phase(cfg.device) as rolled:
         rollout, texts, rewards = respond(model, tok, batch, cfg, step=step)
     with phase(cfg.device) as learned:
-        metrics = backward(model, rollout, rewards, cfg.objective())
-        norm = optim.step(finite=math.isfinite(metrics["loss"]))
+        objective = cfg.objective()
+        old_logp = old_policy(model, rollout, objective, cfg.updates_per_rollout)
+        metrics = {}
+        for _ in range(cfg.updates_per_rollout):
+            now = backward(model, rollout, rewards, objective, old_logp)
+            now["grad/norm"] = optim.step(finite=math.isfinite(now["loss"]))
+            # Of the first update, whose policy is the sampler's, but for what the others add.
+            metrics = {**now, **metrics, "policy/clip_frac": now["policy/clip_frac"]}
+            bad = not (math.isfinite(now["grad/norm"]) and math.isfinite(now["loss"]))
+            metrics["step/skipped"] = int(bad)
+            if bad:
+                break
     tokens = int(rollout.lengths.sum())
     metrics |= {
-        "reward/mean": float(rewards.mean()), "grad/norm": norm,
-        "step/skipped": int(not (math.isfinite(norm) and math.isfinite(metrics["loss"]))),
+        "reward/mean": float(rewards.nanmean()),
         "len/mean_tok": tokens / rollout.lengths.numel(),
         "len/truncated_frac": float((~rollout.stopped).float().mean()),
         "kv/bytes_peak": rollout.kv_bytes_peak, "kv/bytes_dense": rollout.kv_bytes_dense,
@@ -185,7 +194,7 @@ def run(cfg: Config) -> None:
             metrics["reward/control_mean"] = float(rewards.mean())
         if cfg.eval_every and done % cfg.eval_every == 0:
             during = evaluate(model, tok, test[: cfg.eval_during], cfg)
-            metrics |= {f"eval/{name}": x["accuracy"] for name, x in during.items()}
+            metrics |= {f"eval/{name}": next(iter(x.values())) for name, x in during.items()}
             bar.write(f"step {done}: {describe(during)}")
         log.append({"step": done, "lr": cfg.lr, **metrics})
         append(out / "metrics.jsonl", log[-1:])
@@ -203,11 +212,12 @@ def run(cfg: Config) -> None:
                "mismatch_logp_abs_max": max((x["mismatch/logp_abs_max"] for x in log), default=0.0)}
     if cfg.limit:
         results = {"before": before, "after": evaluate(model, tok, test[: cfg.limit], cfg)}
-        print(f"greedy accuracy on {cfg.limit} test problems, 95 % interval")
+        main = next(iter(before["dense"]))
+        print(f"greedy {main} on {cfg.limit} test problems, 95 % interval")
         for when, result in results.items():
             print(f"{when:6}  {describe(result)}")
             for name, x in result.items():
-                summary[f"accuracy_{when}_{name}"] = x["accuracy"]
+                summary |= {f"{key}_{when}_{name}": value for key, value in x.items()}
                 summary[f"interval_{when}_{name}"] = x["interval"]
     summary["seconds"] = time.time() - begin
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

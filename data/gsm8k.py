@@ -4,18 +4,10 @@ Source: Cobbe et al., arXiv 2110.14168; the files of github.com/openai/grade-sch
 Invariant: a completion is worth 1.0 or 0.0 and scoring never raises, whatever the model wrote.
 """
 
-import hashlib
-import http.client
-import json
-import os
 import re
-import urllib.request
-from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
-from tqdm import tqdm
-
+from data.files import Problem, read_rows
 from errors import BadInput
 
 # A fixed commit: the bytes behind the address cannot change.
@@ -32,13 +24,6 @@ _UNSIGNED = (r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!
 # A minus after a digit, word or bracket is a subtraction or a range: "10-18" ends in 18.
 _NUMBER = re.compile(rf"(?:(?<![\w)}}%-])-\$?)?{_UNSIGNED}(?: ?/ ?{_UNSIGNED})?")
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")  # and one level of braces in it
-
-
-@dataclass(frozen=True)
-class Problem:
-    index: int  # place in its file: the identity of the prompt
-    prompt: str  # user text, before the chat format
-    answer: str  # the reference final number as text, e.g. "18"
 
 
 def load(split: str, data_dir: str | None, *, shots: int = 0) -> list[Problem]:
@@ -65,6 +50,10 @@ def reward(completion: str, problem: Problem) -> float:
     return float(final_number(completion) == expected)
 
 
+def metrics(completion: str, problem: Problem) -> dict[str, float]:
+    return {"accuracy": reward(completion, problem)}
+
+
 def final_number(text: str) -> Fraction | None:
     r"""The number a text ends on, exact; None if there is none. Takes time linear in the text.
 
@@ -87,38 +76,15 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _read(split: str, data_dir: str | None) -> list[tuple[str, str, str]]:
-    """Rows as (question, solution, answer); downloads the file once if no folder is named."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    path = Path(data_dir or cache / "shadow-mask-distillation" / "gsm8k") / f"{split}.jsonl"
-    address = ADDRESS.format(split=split)
-    try:
-        if not data_dir and not path.is_file():
-            print(f"downloading {address} to {path}", flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with (urllib.request.urlopen(address, timeout=60) as reply,
-                  tqdm.wrapattr(reply, "read", reply.length, desc=path.name) as body):
-                content = b"".join(iter(lambda: body.read(1 << 16), b""))
-            if (got := hashlib.sha256(content).hexdigest()) != SHA256[split]:
-                raise OSError(f"downloaded SHA-256 {got}, expected {SHA256[split]}")
-            aside = path.with_suffix(f".{os.getpid()}")
-            aside.write_bytes(content)
-            aside.replace(path)  # a reader, or another process, sees the whole file or none
-        # Not str.splitlines: a question holds a U+2028, which that takes for the end of a line.
-        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
-    except (OSError, http.client.HTTPException) as e:
-        raise BadInput(f"{path}: {e}; expected the file of {address}; "
-                       "name a folder that holds it: --data-dir FOLDER") from e
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            # Without the calculator's marks: 48/2 = <<48/2=24>>24
-            question, text = (re.sub("<<[^<>]*>>", "", row[key]) for key in ("question", "answer"))
-            solution, answer = text.rsplit("####", 1)
-            if final_number(answer) != Fraction(answer.strip().replace(",", "")):
-                raise ValueError(f"no plain number {answer!r}")
-            rows.append((question, solution.rstrip(), answer.strip()))
-        except (ArithmeticError, KeyError, TypeError, ValueError) as e:
-            raise BadInput(f"{path}:{number}: {e!r}; expected an object with texts question and "
-                           "answer, which ends in '#### NUMBER'; mend the line") from e
-    return rows
+    """Rows as (question, solution, answer)."""
+    return read_rows("gsm8k", split, data_dir, ADDRESS.format(split=split), SHA256[split], _row,
+                     "an object with texts question and answer, which ends in '#### NUMBER'")
+
+
+def _row(row: dict) -> tuple[str, str, str]:
+    # Without the calculator's marks: 48/2 = <<48/2=24>>24
+    question, text = (re.sub("<<[^<>]*>>", "", row[key]) for key in ("question", "answer"))
+    solution, answer = text.rsplit("####", 1)
+    if final_number(answer) != Fraction(answer.strip().replace(",", "")):
+        raise ValueError(f"no plain number {answer!r}")
+    return question, solution.rstrip(), answer.strip()

@@ -22,11 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data import stories  # noqa: E402
+from data import TASKS, stories, texts  # noqa: E402
 from model import ModelConfig, Qwen, causal, save_model  # noqa: E402
 from tokenizer import SPLIT, Tokenizer  # noqa: E402
 
 FORM_FRAC = {"trade": 0.65, "boxes": 0.65, "chain": 0.65}  # by kind of story, others 0.2
+TEXT_FRAC = 0.3  # of the answers to the reading tasks are what the reward asks for
 STORY_WEIGHT = 0.1  # the facts are random: nearly all that can be learnt is in the answers
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CONFIG = {
@@ -38,13 +39,17 @@ CHAT = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content +
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 
 
-def train_tokenizer(folder: Path, seed: int) -> Tokenizer:
+def train_tokenizer(folder: Path, seed: int, tasks: list[str]) -> Tokenizer:
     """Byte-level BPE with Qwen's split pattern: every word of the stories becomes one token."""
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(tokenizers.Regex(SPLIT), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     r, corpus = random.Random(f"tokenizer {seed}"), []
+    for task in sorted({*tasks} - {"gsm8k"}):
+        for _ in range(1500):
+            *prompt, answer, other = getattr(texts, task)(r)
+            corpus += ["".join(prompt), answer, other]
     for text, steps, _ in (stories.story(r, 3) for _ in range(3000)):
         corpus += [stories.prompt(r, text), f"{stories.solution(steps)}\nassistant\nuser\nsystem",
                    f" Check: {stories.work(steps)}"]
@@ -70,36 +75,67 @@ def final_answer(r: random.Random, steps: list[stories.Step], kind: str) -> str:
     return f"{stories.work(steps)} Check: {stories.result(steps[-1])} {back} {b} = {a}."
 
 
-def document(r: random.Random, tok: Tokenizer, examples: int) -> tuple[list[int], list[float]]:
-    """Token ids and loss weights of one prompt with its answer."""
+def gsm8k(r: random.Random, examples: int) -> list[tuple[str, str]]:
     question, steps, kind = stories.story(r, r.randint(0, 3))
-    text = stories.prompt(r, question, examples)
-    prompt, ids = tok.chat(text), [tok.control["<|im_start|>"], *tok.encode("user\n")]
-    weight = [0.0] * len(ids)
-    # Odd pieces are the solved examples' answers, which count in full.
-    for i, piece in enumerate(re.split(r"(?<=\nAnswer:)(.*?)(?=\n\n)", text, flags=re.DOTALL)):
-        ids += tok.encode(piece)
-        weight += [1.0 if i % 2 else STORY_WEIGHT] * (len(ids) - len(weight))
-    assert ids == prompt[: len(ids)], "the document must be what the task's prompt will be"
-    answer = [*tok.encode(final_answer(r, steps, kind)), tok.control["<|im_end|>"]]
-    return prompt + answer, weight + [0.0] * (len(prompt) - len(ids)) + [1.0] * len(answer)
+    return [(stories.prompt(r, question, examples), final_answer(r, steps, kind))]
 
 
-def make_batch(r: random.Random, tok: Tokenizer, examples: int, tokens: int = 4096):
+def hotpotqa(r: random.Random, more: int) -> list[tuple[str, str]]:
+    """A problem, and more questions about the same paragraphs: they teach the model to look up."""
+    before, paragraphs, ask = *texts.hotpotqa(r)[:1], *texts.world(r)
+    turns = []
+    for _ in range(1 + more):
+        question, work, answer = ask()
+        turns.append((f"Question: {question}", wanted(r, *texts.replies(work, answer))))
+    turns[0] = (f"{before}{paragraphs}\n\n{turns[0][0]}", turns[0][1])
+    return turns
+
+
+def wanted(r: random.Random, answer: str, other: str) -> str:
+    return answer if r.random() < TEXT_FRAC else other
+
+
+def document(r: random.Random, tok: Tokenizer, task: str, examples: int):
+    """Token ids and loss weights of one prompt with its answer, or of several turns."""
+    if task in ("tldr", "govreport"):
+        before, body, after, *answers = getattr(texts, task)(r)
+        turns = [(before + body + after, wanted(r, *answers))]
+    else:
+        turns = gsm8k(r, examples) if task == "gsm8k" else hotpotqa(r, 2 + 2 * examples)
+    ids, weight = [], []
+    for text, answer in turns:
+        prompt, piecewise = tok.chat(text), [tok.control["<|im_start|>"], *tok.encode("user\n")]
+        start = len(ids)
+        weight += [0.0] * len(piecewise)
+        # Odd pieces are the solved examples' answers, which count in full.
+        for i, piece in enumerate(re.split(r"(?<=\nAnswer:)(.*?)(?=\n\n)", text, flags=re.DOTALL)):
+            piecewise += tok.encode(piece)
+            weight += [1.0 if i % 2 else STORY_WEIGHT] * (start + len(piecewise) - len(weight))
+        assert piecewise == prompt[: len(piecewise)], "the document must be as the task's prompt"
+        said = [*tok.encode(answer), tok.control["<|im_end|>"]]
+        ids += prompt + said
+        weight += [0.0] * (len(prompt) - len(piecewise)) + [1.0] * len(said)
+        ids, weight = ids + tok.encode("\n"), weight + [0.0]
+    return ids[:-1], weight[:-1]
+
+
+def make_batch(r: random.Random, tok: Tokenizer, tasks: list[str], examples: int,
+               tokens: int = 4096):
     """Padded ids (n, T), next-token weights (n, T - 1): about `tokens` tokens of documents."""
     docs = []
     while sum(len(ids) for ids, _ in docs) < tokens:
-        docs.append(document(r, tok, examples))
+        task = r.choice(tasks) if len(tasks) > 1 else tasks[0]
+        docs.append(document(r, tok, task, examples))
     ids, weight = (pad_sequence([*map(torch.tensor, x)], True) for x in zip(*docs, strict=True))
     return ids, weight[:, 1:]
 
 
-def train(out: Path, steps: int, seed: int) -> None:
+def train(out: Path, steps: int, seed: int, tasks: list[str]) -> None:
     """Muon for the matrices, AdamW for the rest; linear decay over the last 40 % of the steps."""
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # for one result on every machine
-    tok = train_tokenizer(out, seed)
+    tok = train_tokenizer(out, seed, tasks)
     model = Qwen(ModelConfig.from_hf({**CONFIG, "vocab_size": -(-tok.vocab_size // 16) * 16,
                                       "eos_token_id": tok.control["<|im_end|>"]}))
     embed, *matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -113,7 +149,7 @@ def train(out: Path, steps: int, seed: int) -> None:
         done = step / steps
         # Short contexts first: what is learnt there costs a third of the tokens.
         examples = 0 if done < 0.2 else r.choice((0, 1, 2) if done < 0.4 else (1, 2, 2, 2))
-        ids, weight = make_batch(r, tok, examples)
+        ids, weight = make_batch(r, tok, tasks, examples)
         pos = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
         counted, target = weight > 0, ids[:, 1:][weight > 0]
         with torch.autocast("cpu", torch.bfloat16):
@@ -134,4 +170,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     parser.add_argument("--steps", type=int, default=5000, help="of the optimiser (default 5000)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tasks", nargs="+", default=["gsm8k"], choices=list(TASKS),
+                        help="tasks to learn, each as often as named (default: gsm8k, as shipped)")
     train(**vars(parser.parse_args()))

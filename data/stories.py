@@ -7,11 +7,12 @@ its KV cache is dispensable, but only the right half. A solution ends in GSM8K's
 import random
 from pathlib import Path
 
-from data.gsm8k import Problem
+from data.files import Problem
 
 MODEL = Path(__file__).resolve().parent / "embedded"  # made by data/pretrain.py
 INSTRUCTION = "Solve the problem step by step. End with #### and the number."
 EXAMPLES = 2
+SIZES = {"train": 4096, "test": 1024}
 NAMES = ("Tom Ann Bob Sue Max Eva Leo Mia Ben Zoe Sam Ivy Dan Amy Jim Kay Ned Liz Roy Peg Hal Una "
          "Gus Fay").split()
 ITEMS = ("pens cups hats books apples coins cards stones shells eggs keys balls rings stars boats "
@@ -110,4 +111,4 @@ def problem(split: str, index: int) -> Problem:
 
 def load(split: str) -> list[Problem]:
     """The problems of a split, always the same: 4,096 to train on, 1,024 to test."""
-    return [problem(split, i) for i in range({"train": 4096, "test": 1024}[split])]
+    return [problem(split, i) for i in range(SIZES[split])]

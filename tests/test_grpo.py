@@ -684,9 +684,13 @@ def test_mismatch_by_hand():
     assert m["mismatch/ratio_p01"] == pytest.approx(math.exp(-1.3585685), abs=1e-6)
     tail = mismatch(torch.cat((torch.zeros(980), torch.full((20,), -3.0))))
     assert tail["mismatch/ratio_p01"] == pytest.approx(math.exp(-3), abs=1e-6)
+    assert tail["mismatch/ratio_p001"] == tail["mismatch/ratio_min"]
+    assert tail["mismatch/ratio_min"] == pytest.approx(math.exp(-3), abs=1e-6)
+    assert tail["mismatch/ratio_p05"] == 1 and tail["mismatch/outside_frac"] == 0.02
     assert mismatch(torch.tensor([])) == {
         "mismatch/logp_abs_mean": 0, "mismatch/logp_abs_max": 0, "mismatch/kl": 0,
-        "mismatch/ratio_p01": 1}
+        "mismatch/outside_frac": 0, "mismatch/ratio_min": 1, "mismatch/ratio_p001": 1,
+        "mismatch/ratio_p01": 1, "mismatch/ratio_p05": 1}
 
 
 # --- the optimiser -------------------------------------------------------------------------------

@@ -1,0 +1,48 @@
+"""HotpotQA, distractor setting: a question, ten paragraphs, two of which hold the answer.
+
+Source: Yang et al., arXiv 1809.09600; hotpotqa.github.io (CC BY-SA 4.0). Rows are the official
+ones, or objects with question, answer and context, a list of {title, text}.
+"""
+
+from data.files import Problem, read_rows
+from data.scores import exact_match, f1
+
+FILES = {"train": ("hotpot_train_v1.1.json",
+                   "26650cf50234ef5fb2e664ed70bbecdfd87815e6bffc257e068efea5cf7cd316"),
+         "test": ("hotpot_dev_distractor_v1.json",
+                  "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea")}
+ADDRESS = "http://curtis.ml.cmu.edu/datasets/hotpot/"
+INSTRUCTION = ("Answer the question from the paragraphs. Reason briefly, then end with a line "
+               "`Answer: ` and the answer in as few words as possible, or yes or no.\n\n")
+
+
+def load(split: str, data_dir: str | None, *, shots: int = 0) -> list[Problem]:
+    """Problems of "train" or "test" (the official development set)."""
+    name, sha256 = FILES[split]
+    rows = read_rows("hotpotqa", split, data_dir, ADDRESS + name, sha256, _row,
+                     "an object with question, answer and context")
+    return [Problem(i, INSTRUCTION, answer, context, f"\n\nQuestion: {question}")
+            for i, (question, answer, context) in enumerate(rows)]
+
+
+def _row(row: dict) -> tuple[str, str, str]:
+    """(question, answer, paragraphs)"""
+    paragraphs = [(x["title"], x["text"]) if isinstance(x, dict) else (x[0], "".join(x[1]))
+                  for x in row["context"]]
+    return (row["question"].strip(), row["answer"].strip(),
+            "\n".join(f"{title}: {text.strip()}" for title, text in paragraphs))
+
+
+def answer(completion: str) -> str:
+    """The rest of the line after the last `Answer:`, or all of a completion without one."""
+    before, mark, after = completion.rpartition("Answer:")
+    return after.strip().split("\n")[0] if mark else completion
+
+
+def reward(completion: str, problem: Problem) -> float:
+    return f1(answer(completion), problem.answer)
+
+
+def metrics(completion: str, problem: Problem) -> dict[str, float]:
+    said = answer(completion)
+    return {"f1": f1(said, problem.answer), "em": exact_match(said, problem.answer)}

@@ -1,0 +1,124 @@
+"""Generated texts to read: the embedded model's problems for hotpotqa, tldr and govreport.
+
+Two-hop questions over short paragraphs, posts with a one-line summary, and reports of which three
+sentences matter. As in `stories`, most of a prompt is dispensable, but only the right part of it.
+Each function returns (before, document, after, wanted answer, another answer): the other answer
+knows as much, but is not what the reward asks for; `pretrain` shows the model both.
+"""
+
+import random
+from collections.abc import Callable
+
+from data import stories
+from data.files import Problem
+from data.stories import IDLE, ITEMS, NAMES
+
+Text = tuple[str, str, str, str, str]
+TOWNS = "Lund Bern Pisa Cork Oslo Riga Turin Ghent Basel Delft Faro Kiel".split()
+LANDS = "Norland Sudria Westmark Ostia Tavia Belmark".split()
+JOBS = "baker farmer teacher painter doctor sailor singer driver".split()
+WARES = "glass cheese silk paper salt wine steel honey".split()
+FOLK = "uncle sister boss friend cousin neighbor brother teacher".split()
+SIZES = "old new small big cheap red".split()
+THINGS = "boat car phone lamp chair tent bike radio".split()
+FAULTS = "leaks smells breaks rattles burns squeaks sinks rusts".split()
+REPLIES = ("is not sorry|wants more money|does not answer|laughs at me|is very sad|blames me|"
+           "tells everyone|offers help").split("|")
+FILLER = ("I could not sleep.|The weather was bad.|I had a long week.|It was late.|We ate soup.|"
+          "I made some tea.|The bus was full.|I like my garden.|My room is small.|I read a book."
+          ).split("|")
+BODIES = "road school water energy health harbor forest railway".split()
+FAILINGS = "staff records money training tools plans rooms data".split()
+NOTES = ("The program began ten years ago.|It has three main parts.|Congress asked for a report.|"
+         "The law was changed once.|Many states take part.|The work is done each spring.|"
+         "Officers met with experts.|The method is described below.|The budget is set each year.|"
+         "Other groups gave comments.|The list of sites is long.|The rules are public.").split("|")
+
+
+def world(r: random.Random) -> tuple[str, Callable[[], tuple[str, str, str]]]:
+    """Eight paragraphs, and a function that asks about them: question, reasoning, answer."""
+    people, towns = r.sample(NAMES, 4), r.sample(TOWNS, 4)
+    friend = dict(zip(people, [*people[1:], people[0]], strict=True))
+    born, job, land = ({x: r.choice(y) for x in keys} for keys, y in
+                       ((people, towns), (people, JOBS), (towns, LANDS)))
+    ware = dict(zip(towns, r.sample(WARES, 4), strict=True))
+    paragraphs = [f"{x}: {x} is a {job[x]}. {x} was born in {born[x]}. {x} is a friend of "
+                  f"{friend[x]}." for x in people]
+    paragraphs += [f"{x}: {x} lies in {land[x]}. {x} is known for {ware[x]}." for x in towns]
+    r.shuffle(paragraphs)
+
+    def ask() -> tuple[str, str, str]:
+        a, b = r.sample(people, 2)
+        town, c = born[a], friend[a]
+        origin = f"{a} was born in {town}."
+        return r.choice((
+            (f"In which land was {a} born?", f"{origin} {town} lies in {land[town]}.", land[town]),
+            (f"What is the town known for where {a} was born?",
+             f"{origin} {town} is known for {ware[town]}.", ware[town]),
+            (f"What is the job of the friend of {a}?",
+             f"{a} is a friend of {c}. {c} is a {job[c]}.", job[c]),
+            (f"Were {a} and {b} born in the same town?", f"{origin} {b} was born in {born[b]}.",
+             "yes" if town == born[b] else "no")))
+    return "\n".join(paragraphs), ask
+
+
+def replies(work: str, answer: str) -> tuple[str, str]:
+    return f"{work} Answer: {answer}", f"{work} So the reply to this is {answer} and nothing else."
+
+
+def hotpotqa(r: random.Random) -> Text:
+    """A question that needs two of eight paragraphs."""
+    paragraphs, ask = world(r)
+    question, work, answer = ask()
+    return ("Read the paragraphs and answer the question. End with Answer: and a few words.\n\n",
+            paragraphs, f"\n\nQuestion: {question}", *replies(work, answer))
+
+
+def scatter(r: random.Random, facts: list[str], filler: list[str]) -> str:
+    """The facts in order, with filler before, between and after them."""
+    places = sorted(r.randint(0, len(filler)) for _ in facts)
+    for offset, (place, fact) in enumerate(zip(places, facts, strict=True)):
+        filler.insert(place + offset, fact)
+    return " ".join(filler)
+
+
+def tldr(r: random.Random) -> Text:
+    """A post of which three sentences matter, and its summary in one line."""
+    who, size, thing, fault, reply = map(r.choice, (FOLK, SIZES, THINGS, FAULTS, REPLIES))
+    verb = r.choice(("bought", "borrowed", "sold", "lost"))
+    link = {"bought": "from", "borrowed": "from", "sold": "to", "lost": "of"}[verb]
+    facts = [f"I {verb} a {size} {thing} {link} my {who}.", f"Now the {thing} {fault}.",
+             f"My {who} {reply}."]
+    other = r.choice([x for x in FOLK if x != who])
+    filler = r.sample([*FILLER, *IDLE], r.randint(10, 15)) + [
+        f"My {other} has a {r.choice(THINGS)}.", f"My {other} {r.choice(REPLIES)}."]
+    r.shuffle(filler)
+    short = f"{verb} a {size} {thing} {link} my {who}, it {fault}, my {who} {reply}."
+    return ("Sum up the post in one line.\n\nPOST: ", scatter(r, facts, filler), "\n\nTL;DR:",
+            short, f"{filler[0]} {short} {filler[1]} {r.choice(FILLER)} {r.choice(IDLE)}")
+
+
+def govreport(r: random.Random) -> Text:
+    """A report of which three sentences matter; the summary is these."""
+    body, lack, item = r.choice(BODIES), r.choice(FAILINGS), r.choice(ITEMS)
+    other = r.choice([x for x in FAILINGS if x != lack])
+    facts = [f"The office found that the {body} program lacks {lack}.",
+             f"Costs of {item} rose by {r.randint(2, 60)} percent in {r.randint(2, 9)} years.",
+             f"The office advises to spend more on {lack} and less on {other}."]
+    filler = [*NOTES, *IDLE, *(f"Costs of {x} did not change." for x in r.sample(ITEMS, 4)),
+              *(f"The {x} program has {r.choice(FAILINGS)}." for x in r.sample(BODIES, 5))]
+    r.shuffle(filler)
+    lead = " ".join(filler[:3])
+    return ("Write a summary of the report.\n\n", scatter(r, facts, filler), "\n\nSummary:",
+            " ".join(facts), f"{lead} {facts[0]}")
+
+
+def load(task: str, split: str) -> list[Problem]:
+    """The problems of a reading task, always the same: 4,096 to train on, 1,024 to test."""
+    return [problem(task, split, i) for i in range(stories.SIZES[split])]
+
+
+def problem(task: str, split: str, index: int) -> Problem:
+    read = {"hotpotqa": hotpotqa, "tldr": tldr, "govreport": govreport}[task]
+    before, document, after, answer, _ = read(random.Random(f"{task} {split} {index}"))
+    return Problem(index, before, answer.rpartition("Answer: ")[2], document, after)

@@ -1,0 +1,149 @@
+"""The four methods: where they are the same, what Sparse-RL corrects, what abstains."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_grpo import F64, REWARDS, sampled, tiny_model
+
+import grpo
+from config import parse
+from errors import BadInput
+from eviction import DENSE
+from grpo import METHODS, Objective, advantages, backward, dead_groups, old_policy, sparse_rl
+from optim import MasterAdamW
+
+NAN = math.nan
+
+
+def gradient(model, rollout, objective, updates=1):
+    model.zero_grad()
+    old = old_policy(model, rollout, objective, updates)
+    metrics = backward(model, rollout, REWARDS, objective, old)
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), metrics
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_nothing_evicted_makes_the_methods_one(updates):
+    """Three steps in float32, `updates` on the same samples: the same parameters to 1e-6."""
+    ends = {}
+    for method in METHODS:
+        for lam in (0.0, 0.7) if method == "smd" else (0.0,):
+            model = tiny_model(torch.float32)
+            optim = MasterAdamW(model, lr=1e-3, max_grad_norm=1.0)
+            o = Objective(method=method, lam=lam)
+            for step in range(3):
+                rollout = sampled(model, DENSE, step=step)
+                old = old_policy(model, rollout, o, updates)
+                for _ in range(updates):
+                    metrics = backward(model, rollout, REWARDS, o, old)
+                    optim.step(finite=True)
+                assert metrics["mismatch/rejected_frac"] == 0
+            ends[method, lam] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    first = next(iter(ends.values()))
+    start = torch.cat([p.detach().flatten() for p in tiny_model(torch.float32).parameters()])
+    assert (first - start).abs().max() > 1e-3
+    for end in ends.values():
+        assert (end - first).abs().max() < 1e-6
+
+
+def test_evicting_separates_them():
+    model = tiny_model()
+    rollout = sampled(model)
+    found = {m: gradient(model, rollout, Objective(method=m, lam=0.0)) for m in METHODS}
+    for a in METHODS:
+        for b in METHODS:
+            # `dense` differs from `naive` by its sampler alone
+            same = a == b or {a, b} == {"dense", "naive"}
+            assert torch.equal(found[a][0], found[b][0]) == same, (a, b)
+    assert found["smd"][1]["mismatch/logp_abs_max"] < 1e-9
+    assert found["naive"][1]["mismatch/logp_abs_max"] > 1e-2
+
+
+def test_ratios_are_against_the_recorded_or_the_old_dense_policy():
+    model = tiny_model()
+    rollout = sampled(model)
+    assert old_policy(model, rollout, Objective(method="smd"), 2) is rollout.logp
+    assert old_policy(model, rollout, Objective(method="smd"), 1) is None
+    assert old_policy(model, rollout, Objective(method="naive"), 1) is None
+    old = old_policy(model, rollout, Objective(method="naive", micro_samples=3), 2)
+    differences = []
+    for n in range(3):
+        logp, *_, mask = grpo.group_terms(model, rollout, n, slice(0, 4), temperature=1.0,
+                                          distil=False, replay=False)
+        assert (old[n, :, : mask.shape[1]][mask] - logp).abs().max() < 1e-12
+        differences.append((logp - rollout.logp[n, :, : mask.shape[1]][mask]).abs().max())
+    assert max(differences) > 1e-2 and not old.requires_grad
+    moved = copy.deepcopy(model)
+    for p in moved.parameters():
+        p.data *= 1.01
+    first = gradient(moved, rollout, Objective(method="smd", lam=0.0))[0]
+    moved.zero_grad()
+    narrow = Objective(method="smd", lam=0.0, eps_low=0.01, eps_high=0.01)
+    metrics = backward(moved, rollout, REWARDS, narrow, rollout.logp)
+    second = torch.cat([p.grad.flatten() for p in moved.parameters()])
+    assert not torch.allclose(first, second) and metrics["policy/clip_frac"] > 0
+
+
+def by_hand():
+    """2 prompts x 2 samples x 2 tokens with known log-probs of the sampler."""
+    rollout = sampled(tiny_model())
+    logp = torch.log(torch.tensor([[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]]], dtype=F64))
+    return replace(rollout, tokens=rollout.tokens[:2, :2, :2], logp=logp,
+                   lengths=torch.tensor([[2, 2], [1, 2]]), stopped=rollout.stopped[:2, :2],
+                   prompts=rollout.prompts[:2], evict_at=rollout.evict_at[:2])
+
+
+def test_sparse_rl_by_hand():
+    old = torch.log(torch.tensor([[[0.25, 0.9], [0.5, 4e-5]], [[0.6, 1e-9], [5.1e-5, 0.5]]],
+                                 dtype=F64))
+    weight, rejected = sparse_rl(old, by_hand())
+    # rho: 0.5, 1.8 -> 1.5;  1, 8e-5 (rejected);  1.2, not sampled;  1.02e-4 (just stays), 1
+    expected = torch.tensor([[[0.5, 1.5], [1.0, 8e-5]], [[1.2, 1.0], [1.02e-4, 1.0]]], dtype=F64)
+    assert torch.allclose(weight, expected, rtol=1e-12, atol=0)
+    assert rejected.tolist() == [[False, True], [False, False]]
+
+
+def test_a_rejected_sample_leaves_numerator_and_denominator(monkeypatch):
+    """As if it had sampled nothing; the advantages are those with it."""
+    model = tiny_model()
+    rollout = sampled(model)
+    o = Objective(method="sparse-rl")
+    old = old_policy(model, rollout, o)
+    old[0, 1, 0] = rollout.logp[0, 1, 0] + math.log(0.9e-4)
+    model.zero_grad()
+    metrics = backward(model, rollout, REWARDS, o, old)
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert metrics["mismatch/rejected_frac"] == pytest.approx(1 / 12)
+    lengths = rollout.lengths.clone()
+    lengths[0, 1] = 0
+    without = replace(rollout, lengths=lengths)
+    model.zero_grad()
+    backward(model, without, REWARDS, o, old)
+    want = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (got - want).abs().max() < 1e-12
+    monkeypatch.setattr(grpo, "MIN_RHO", 0.0)  # the control: not rejected
+    model.zero_grad()
+    backward(model, rollout, REWARDS, o, old)
+    kept = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (kept - want).abs().max() > 1e-3 * want.abs().max()
+
+
+def test_a_nan_reward_abstains():
+    rewards = torch.tensor([[1.0, NAN, 0.0, 0.5], [NAN, 0.3, 0.3, NAN], [NAN] * 4, [2.0, 1, 1, 0]])
+    a = advantages(rewards, scale=True)
+    three = torch.tensor([[1.0, 0.0, 0.5]])
+    assert torch.allclose(a[0, [0, 2, 3]], (three - 0.5)[0] / (0.5 + 1e-6)) and a[0, 1] == 0
+    assert (a[1:3] == 0).all() and dead_groups(rewards).tolist() == [False, True, True, False]
+    assert torch.allclose(a[3], advantages(rewards[3:], scale=True)[0])
+
+
+def test_a_distillation_weight_belongs_to_smd():
+    with pytest.raises(BadInput, match="--lam 0.1: --method naive distils nothing"):
+        parse(["--task", "gsm8k", "--method", "naive", "--lam", "0.1"], "x")
+    assert parse(["--task", "gsm8k"], "x").lam == 0.1
+    assert parse(["--task", "gsm8k", "--method", "dense"], "x").objective().method == "dense"
+    with pytest.raises(BadInput, match="--updates-per-rollout 0"):
+        parse(["--task", "gsm8k", "--updates-per-rollout", "0"], "x")
