@@ -87,9 +87,9 @@ def table(rows: dict[str, list[dict]]) -> str:
             for cache in ("dense", "evicted")]
         apart = [difference(row, first, cache) for cache in ("dense", "evicted")]
         worst = max(run["summary"]["mismatch_logp_abs_max"] for run in row)
-        rejected = [x.get("mismatch/rejected_frac", 0.0) for run in row for x in run["log"]] + [0.0]
+        rejected = [x.get("mismatch/rejected_frac", 0.0) for run in row for x in run["log"]]
         out.append(f"{name:{width}}{len(row):5}   {after[0]:17}{after[1]:17}{apart[0]:16}"
-                   f"{apart[1]:16}{worst:12.2g}{sum(rejected) / len(rejected):10.4f}")
+                   f"{apart[1]:16}{worst:12.2g}{sum(rejected) / max(1, len(rejected)):10.4f}")
     return "\n".join(out)
 
 
