@@ -197,19 +197,6 @@ def test_nothing_evicted_is_dense(kind, policy):
 # ---- the record is replayed, never derived again ------------------------------------------------
 
 
-@pytest.fixture
-def masks(monkeypatch):
-    """Every mask that the learner builds."""
-    built = []
-
-    def spy(*args):
-        built.append(visible(*args))
-        return built[-1]
-
-    monkeypatch.setattr(shadow_mask, "visible", spy)
-    return built
-
-
 def perturbed(model: Qwen, size: float) -> Qwen:
     other, draw = copy.deepcopy(model), torch.Generator().manual_seed(5)
     for p in other.parameters():

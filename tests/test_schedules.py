@@ -34,7 +34,7 @@ from grpo import group_terms
 from kvcache import KVCache, Slots
 from model import Qwen, load_model
 from rollout import Rollout, generate
-from shadow_mask import dense_record, visible
+from shadow_mask import dense_record
 
 LENGTHS = (28, 36, 70)  # within the budget; below the trigger of "every 8"; above it
 G, R = 3, 18
@@ -357,19 +357,6 @@ def test_slot_order_carries_no_meaning(policy):
 
 
 # ---- gradients and masks of the learner ---------------------------------------------------------
-
-
-@pytest.fixture
-def masks(monkeypatch):
-    """Every mask that the learner builds."""
-    built = []
-
-    def spy(*args):
-        built.append(visible(*args))
-        return built[-1]
-
-    monkeypatch.setattr(shadow_mask, "visible", spy)
-    return built
 
 
 @pytest.mark.parametrize("policy,name", [("snapkv", "chunks"), ("h2o", "pyramid"),
