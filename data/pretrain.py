@@ -122,9 +122,9 @@ def document(r: random.Random, tok: Tokenizer, task: str, examples: int):
 def make_batch(r: random.Random, tok: Tokenizer, tasks: list[str], examples: int,
                tokens: int = 4096):
     """Padded ids (n, T), next-token weights (n, T - 1): about `tokens` tokens of documents."""
+    task = r.choice(tasks) if len(tasks) > 1 else tasks[0]  # one a batch: lengths are alike
     docs = []
     while sum(len(ids) for ids, _ in docs) < tokens:
-        task = r.choice(tasks) if len(tasks) > 1 else tasks[0]
         docs.append(document(r, tok, task, examples))
     ids, weight = (pad_sequence([*map(torch.tensor, x)], True) for x in zip(*docs, strict=True))
     return ids, weight[:, 1:]
