@@ -81,10 +81,10 @@ class Config:
                  "updates_per_rollout": 1}
         checked_there = {f.name for f in dataclasses.fields(Eviction)} - {"seed"}
         for f in dataclasses.fields(self):
-            name, value = f"--{f.name.replace('_', '-')}", getattr(self, f.name)
-            low = least.get(f.name, 0)
             if f.name in checked_there:
                 continue
+            name, value = f"--{f.name.replace('_', '-')}", getattr(self, f.name)
+            low = least.get(f.name, 0)
             if isinstance(value, (int, float)) and not low <= value < math.inf:
                 why = "; a group of 1 has no advantage" if f.name == "group" else ""
                 raise BadInput(f"{name} {value}: expected a number of at least {low}{why}")

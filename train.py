@@ -179,8 +179,8 @@ def run(cfg: Config) -> None:
         keep_lines(out / "samples.jsonl", first)
         log = keep_lines(out / "metrics.jsonl", first)
     if cfg.model is None and cfg.data_dir is None:
-        print("the model embedded in data/ learns on generated GSM8K-style stories; for a real "
-              "Qwen2.5 or Qwen3 checkpoint on GSM8K itself: --model FOLDER")
+        print(f"the model embedded in data/ learns on generated {cfg.task} problems; for a real "
+              "Qwen2.5 or Qwen3 checkpoint on real ones: --model FOLDER")
     print(json.dumps(dataclasses.asdict(cfg)), flush=True)
     if cfg.limit and before is None:
         before = evaluate(model, tok, test[: cfg.limit], cfg)
@@ -218,7 +218,6 @@ def run(cfg: Config) -> None:
             print(f"{when:6}  {describe(result)}")
             for name, x in result.items():
                 summary |= {f"{key}_{when}_{name}": value for key, value in x.items()}
-                summary[f"interval_{when}_{name}"] = x["interval"]
     summary["seconds"] = time.time() - begin
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {out} in {summary['seconds']:.0f} s")

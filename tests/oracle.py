@@ -128,6 +128,13 @@ def worst(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None) ->
     return (difference if mask is None else difference[mask]).max().item()
 
 
+def differs(model: Qwen, roll: Rollout, n: int, score, record: torch.Tensor,
+            temperature: float = 1.0) -> float:
+    """Largest difference of group n's log-probs between the sampler and the oracle or learner."""
+    logp = score(model, roll.prompts[n], roll.tokens[n], record, temperature=temperature)
+    return worst(logp, roll.logp[n], roll.mask[n])
+
+
 def permute(slots: Slots, order: torch.Tensor) -> None:
     """Put slot order[.., i] in the place of slot i, i < used; order (B, Hkv, used)."""
     assert not torch.equal(order, order.sort(-1).values)

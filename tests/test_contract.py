@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from oracle import (
     V,
     apart,
     build,
+    differs,
     embedded_prompts,
     full_mask,
     gradients,
@@ -63,21 +65,17 @@ def check(model: Qwen, roll: Rollout, temperature: float, *, controls: bool) -> 
     masked, too, differs wherever a key was evicted; a record one position off, which reaches
     little but the first tokens, differs for some prompt."""
     tolerance, shifted = TOLERANCE[model.embed_tokens.weight.dtype], {-1: [], 1: []}
-    for n, prompt in enumerate(roll.prompts):
-        tokens, record, mask, P = roll.tokens[n], roll.evict_at[n], roll.mask[n], len(prompt)
-
-        def differs(score, record, n=n, prompt=prompt, tokens=tokens, mask=mask):
-            logp = score(model, prompt, tokens, record, temperature=temperature)
-            return worst(logp, roll.logp[n], mask)
-
+    for n, record in enumerate(roll.evict_at):
+        P = len(roll.prompts[n])
+        apart_by = partial(differs, model, roll, n, temperature=temperature)
         with torch.no_grad():
             for score in (learner, oracle):
-                assert differs(score, record) <= tolerance, (score.__name__, P)
+                assert apart_by(score, record) <= tolerance, (score.__name__, P)
             if controls and (record != NEVER).any():
                 for wrong in (dense_record(record), hidden_from_prompt(record, P)):
-                    assert differs(learner, wrong) > CONTROL, P
+                    assert apart_by(learner, wrong) > CONTROL, P
                 for by, values in shifted.items():
-                    values.append(differs(learner, later(record, by)))
+                    values.append(apart_by(learner, later(record, by)))
     if controls:
         assert all(max(values) > CONTROL for values in shifted.values()), shifted
 

@@ -9,9 +9,10 @@ import torch
 from test_grpo import F64, REWARDS, sampled, tiny_model
 
 import grpo
+import train
 from config import parse
 from errors import BadInput
-from eviction import DENSE
+from eviction import DENSE, NEVER
 from grpo import METHODS, Objective, advantages, backward, dead_groups, old_policy, sparse_rl
 from optim import MasterAdamW
 
@@ -147,3 +148,29 @@ def test_a_distillation_weight_belongs_to_smd():
     assert parse(["--task", "gsm8k", "--method", "dense"], "x").objective().method == "dense"
     with pytest.raises(BadInput, match="--updates-per-rollout 0"):
         parse(["--task", "gsm8k", "--updates-per-rollout", "0"], "x")
+
+
+@pytest.mark.parametrize("method,updates", [("smd", 1), ("smd", 3), ("dense", 1), ("naive", 2),
+                                            ("sparse-rl", 1)])
+def test_a_training_step_follows_the_flags(method, updates, tmp_path, monkeypatch):
+    """The sampler's cache, the number of updates, and what the ratios are taken against."""
+    seen, once = [], train.backward
+
+    def spy(model, rollout, rewards, objective, old_logp):
+        seen.append((rollout, objective.method, old_logp))
+        return once(model, rollout, rewards, objective, old_logp)
+
+    monkeypatch.setattr(train, "backward", spy)
+    train.run(parse(["--task", "gsm8k", "--method", method, "--updates-per-rollout", str(updates),
+                     "--steps", "1", "--prompts", "1", "--group", "3", "--max-new", "8",
+                     "--limit", "0", "--eval-every", "0", "--no-control", "--save-every", "0",
+                     "--out", str(tmp_path / "run")], "x"))
+    assert len(seen) == updates and {x[1] for x in seen} == {method}
+    rollout, _, old = seen[0]
+    evicted = any((x != NEVER).any() for x in rollout.evict_at)
+    assert evicted == (method != "dense")
+    assert all(x[0] is rollout and x[2] is old for x in seen), "the same samples, the same policy"
+    if updates == 1 and method != "sparse-rl":
+        assert old is None
+    else:
+        assert (old is rollout.logp) == (method == "smd")

@@ -7,6 +7,8 @@ its own live keys reach B + N and at no other step, whatever else is in the batc
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from oracle import (
@@ -15,6 +17,7 @@ from oracle import (
     V,
     apart,
     build,
+    differs,
     embedded_prompts,
     gradients,
     later,
@@ -145,28 +148,23 @@ def compare(model: Qwen, roll: Rollout, temperature: float = 1.0, *,
     """Assert the contract for each prompt, and that a dense learner breaks it wherever a key was
     evicted. Returns the largest difference of each wrong record; `controls`: of all of them."""
     found = dict.fromkeys(("dense", "one late", "one early", "dense prompt rows"), 0.0)
-    for n, prompt in enumerate(roll.prompts):
-        tokens, record, mask, P = roll.tokens[n], roll.evict_at[n], roll.mask[n], len(prompt)
-
-        def differs(score, record, n=n, prompt=prompt, tokens=tokens, mask=mask):
-            logp = score(model, prompt, tokens, record, temperature=temperature)
-            return worst(logp, roll.logp[n], mask)
-
+    for n, record in enumerate(roll.evict_at):
+        P, by = len(roll.prompts[n]), partial(differs, model, roll, n, temperature=temperature)
         with torch.no_grad():
-            assert differs(learner, record) <= 1e-9
-            assert differs(oracle, record) <= 1e-9
+            assert by(learner, record) <= 1e-9
+            assert by(oracle, record) <= 1e-9
             if (record == NEVER).all():
-                assert differs(learner, dense_record(record)) <= 1e-9
+                assert by(learner, dense_record(record)) <= 1e-9
                 continue
-            dense = differs(learner, dense_record(record))
+            dense = by(learner, dense_record(record))
             assert dense > CONTROL, (P, dense)
             wrong = {"dense": dense}
             if controls:
-                wrong["one late"] = differs(learner, later(record, 1))
-                wrong["one early"] = differs(learner, later(record, -1))
+                wrong["one late"] = by(learner, later(record, 1))
+                wrong["one early"] = by(learner, later(record, -1))
             if controls and (record < P).any():
                 rows = torch.cat((record[..., :P].clamp(min=P), record[..., P:]), dim=-1)
-                wrong["dense prompt rows"] = differs(learner, rows)
+                wrong["dense prompt rows"] = by(learner, rows)
         for name, value in wrong.items():
             found[name] = max(found[name], value)
     return found
