@@ -118,9 +118,9 @@ def test_reference_answers_that_are_fine(tmp_path, answer):
 
 def test_the_first_line_names_the_stories_only_where_they_are(rows, capsys):
     go("--data-dir", rows, "--steps", 0)
-    assert "stories" not in capsys.readouterr().out
+    assert "generated gsm8k problems" not in capsys.readouterr().out
     go("--steps", 0, "--out", "other")
-    assert "stories" in capsys.readouterr().out.splitlines()[0]
+    assert "generated gsm8k problems" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_a_trained_checkpoint_can_be_evaluated_on_the_stories():
