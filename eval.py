@@ -78,7 +78,7 @@ def worth(score: Callable[[str, Problem], float], text: str, p: Problem) -> floa
     """A reward; NaN, which abstains, if the reward raises or gives no number."""
     try:
         value = float(score(text, p))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    except Exception:  # whatever a user's reward may raise: one sample is lost, not the run
         return math.nan
     return value if math.isfinite(value) else math.nan
 

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from optim import MasterAdamW
 from tokenizer import Tokenizer
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row that end a run
+DEAD_STEPS = 50  # without a group whose rewards differ: then a warning
 CHECKPOINTS = "checkpoint-" + 6 * "[0-9]"
 
 
@@ -87,9 +89,15 @@ def keep_lines(path: Path, steps: int) -> list[dict]:
     return [json.loads(x) for x in kept]
 
 
-def append(path: Path, rows: list[dict]) -> None:
+def finite(row: dict) -> dict:
+    """What JSON can say: null for a mean of nothing, a NaN loss or a reward that abstained."""
+    return {key: None if isinstance(x, float) and not math.isfinite(x) else x
+            for key, x in row.items()}
+
+
+def append(path: Path, rows: Iterable[dict]) -> None:
     with path.open("a", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
+        f.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
 
 
 @contextlib.contextmanager
@@ -171,7 +179,7 @@ def run(cfg: Config) -> None:
         raise BadInput(f"--eval-during {cfg.eval_during}: expected at most {len(test)} problems")
     model.checkpointing = cfg.checkpointing
     optim = MasterAdamW(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm)
-    out, log, before = open_run(cfg), [], None
+    out, log, before, warned = open_run(cfg), [], None, False
     if checkpoint:
         saved = torch.load(checkpoint / "trainer.pt", map_location=cfg.device)
         optim.load_state_dict(saved["optim"])
@@ -191,15 +199,21 @@ def run(cfg: Config) -> None:
         metrics, samples = train_step(model, optim, tok, batch, cfg, step)
         if control is not None:
             rewards = respond(control, tok, batch, cfg, step=step)[2]
-            metrics["reward/control_mean"] = float(rewards.mean())
+            metrics["reward/control_mean"] = float(rewards.nanmean())
         if cfg.eval_every and done % cfg.eval_every == 0:
             during = evaluate(model, tok, test[: cfg.eval_during], cfg)
             metrics |= {f"eval/{name}": next(iter(x.values())) for name, x in during.items()}
             bar.write(f"step {done}: {describe(during)}")
-        log.append({"step": done, "lr": cfg.lr, **metrics})
+        log.append(finite({"step": done, "lr": cfg.lr, **metrics}))
         append(out / "metrics.jsonl", log[-1:])
-        append(out / "samples.jsonl", samples)
+        append(out / "samples.jsonl", map(finite, samples))
         bar.set_postfix_str(f"reward {metrics['reward/mean']:.2f}")
+        if not warned and len(log) >= DEAD_STEPS and all(
+                x["reward/dead_group_frac"] == 1 for x in log[-DEAD_STEPS:]):
+            warned = True
+            bar.write(f"warning: for {DEAD_STEPS} steps, up to {done}, no group held two different "
+                      f"rewards (the last mean is {metrics['reward/mean']:.3g}), so the policy "
+                      "learns nothing; look at samples.jsonl, try a larger --group or --keep")
         if sum(x["step/skipped"] for x in log[-MAX_BAD_STEPS:]) == MAX_BAD_STEPS:
             raise BadInput(f"{MAX_BAD_STEPS} steps in a row, up to {done}, had a NaN or infinite "
                            f"loss or gradient; {out} keeps the last good checkpoint; lower --lr")
@@ -209,7 +223,8 @@ def run(cfg: Config) -> None:
 
     summary = {"steps": cfg.steps, "n_eval": cfg.limit,
                "skipped_steps": sum(x["step/skipped"] for x in log),
-               "mismatch_logp_abs_max": max((x["mismatch/logp_abs_max"] for x in log), default=0.0)}
+               "mismatch_logp_abs_max": max(
+                   (x["mismatch/logp_abs_max"] or 0.0 for x in log), default=0.0)}
     if cfg.limit:
         results = {"before": before, "after": evaluate(model, tok, test[: cfg.limit], cfg)}
         main = next(iter(before["dense"]))

@@ -445,6 +445,66 @@ def test_nine_and_then_a_good_one_go_on(go, broken):
     assert summary(out)["skipped_steps"] == 18 and len(metrics(out)) == 20
 
 
+# ---- rewards that say nothing -------------------------------------------------------------------
+
+
+def by_prompt(text, problem):
+    return float(problem.index % 2)
+
+
+def test_a_reward_that_ignores_the_response_leaves_the_policy_unchanged(go, tiny, monkeypatch):
+    start = load_model(tiny, dtype=torch.float32)
+    monkeypatch.setattr(gsm8k, "reward", by_prompt)
+    for method in ("smd", "naive", "sparse-rl", "dense"):
+        end = load_model(last(go(method, method=method, lam=0 if method == "smd" else None)),
+                         dtype=torch.float32)
+        assert same(list(start.parameters()), list(end.parameters()))
+    monkeypatch.setattr(gsm8k, "reward", crc)
+    end = load_model(last(go("control", lam=0)), dtype=torch.float32)
+    assert not same(list(start.parameters()), list(end.parameters()))
+
+
+@pytest.mark.parametrize("differs_at, warnings", [(None, 1), (2, 1), (3, 0)])
+def test_rewards_without_a_difference_give_one_warning(go, monkeypatch, capsys, differs_at,
+                                                       warnings):
+    step_of = train.train_step
+
+    def step(model, optim, tok, batch, cfg, step):
+        monkeypatch.setattr(gsm8k, "reward", crc if step + 1 == differs_at else by_prompt)
+        return step_of(model, optim, tok, batch, cfg, step)
+
+    monkeypatch.setattr(train, "train_step", step)
+    monkeypatch.setattr(train, "DEAD_STEPS", 4)
+    out = go(steps=6)
+    if differs_at:
+        assert metrics(out)[differs_at - 1]["reward/dead_group_frac"] < 1
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("warning: for 4 steps") == warnings
+
+
+def test_rewards_that_fail_abstain_and_the_logs_stay_json(go, monkeypatch):
+    def strict(path):
+        def refuse(word):
+            raise AssertionError(word)
+        return [json.loads(x, parse_constant=refuse) for x in lines_of(path)]
+
+    def lines_of(path):
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+    def fails(text, problem):
+        if problem.index % 2:
+            raise RuntimeError("a reward of the user's")
+        return math.nan
+
+    monkeypatch.setattr(gsm8k, "reward", fails)
+    out = go(steps=2, control=True, save_every=1)
+    rows = strict(out / "metrics.jsonl")
+    assert [x["reward/abstained_frac"] for x in rows] == [1.0, 1.0]
+    assert {x["reward/mean"] for x in rows} == {x["reward/control_mean"] for x in rows} == {None}
+    assert {x["reward"] for x in strict(out / "samples.jsonl")} == {None}
+    assert len(metrics(go(steps=3, control=True, save_every=1, resume=True))) == 3
+
+
 # ---- what a run writes --------------------------------------------------------------------------
 
 
