@@ -5,24 +5,32 @@
 
 Runs that differ in the seed alone form a row, named by the flags that differ. Intervals are
 95 %, Student's t over seeds. A paired difference is to the first row: the same seeds on the same
-problems.
+problems. Mismatch columns are means over the logged steps, `min ratio` is the least of all. The
+table is Markdown, and ends with the command of each row.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from config import parse  # noqa: E402
 from errors import BadInput, read_json, run_cli  # noqa: E402
 
 IGNORED = {"seed", "out", "resume", "overwrite", "commit", "torch", "device", "save_every"}
 # 97.5 % quantiles of Student's t with 1 .. 9 degrees of freedom; beyond, the normal one and a bit.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-CURVES = ("reward/mean", "eval/dense", "eval/evicted", "mismatch/kl")
+CURVES = ("reward/mean", "eval/dense", "eval/evicted", "mismatch/kl", "distill/kl",
+          "policy/entropy")
+HEAD = ("runs", "seeds", "steps", "dense before", "dense after", "evicted before", "evicted after",
+        "dense, less the first", "evicted, less the first", "mean abs d logp", "k3", "1 % ratio",
+        "min ratio", "rejected", "minutes")
 
 
 def mean_and_half(values: list[float]) -> tuple[float, float]:
@@ -32,6 +40,11 @@ def mean_and_half(values: list[float]) -> tuple[float, float]:
         return mean, math.nan
     deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
     return mean, (STUDENT[n - 2] if n <= 10 else 2.2) * deviation / math.sqrt(n)
+
+
+def spread(values: Iterable[float], sign: str = "") -> str:
+    mean, half = mean_and_half(list(values))
+    return f"{mean:{sign}.3f}" + ("" if math.isnan(half) else f" ±{half:.3f}")
 
 
 def read_runs(places: list[Path]) -> list[dict]:
@@ -54,7 +67,8 @@ def rows_of(runs: list[dict]) -> dict[str, list[dict]]:
     varied = sorted(key for key in keys if len({str(r["config"].get(key)) for r in runs}) > 1)
     rows = defaultdict(list)
     for run in runs:
-        name = " ".join(f"{key}={run['config'].get(key)}" for key in varied)
+        name = " ".join(f"{key}={run['config'][key]}" for key in varied
+                        if run["config"].get(key) is not None)
         rows[name or run["config"]["task"]].append(run)
     for name, row in rows.items():
         seeds = [run["config"]["seed"] for run in row]
@@ -71,30 +85,50 @@ def difference(row: list[dict], first: list[dict], cache: str) -> str:
             a, b = (x["summary"].get(f"scores_after_{cache}", []) for x in (run, pair))
             if len(a) == len(b) > 0:
                 found.append(sum(x - y for x, y in zip(a, b, strict=True)) / len(a))
-    return "{:+.3f} +-{:.3f}".format(*mean_and_half(found)) if found else "-"
+    return spread(found, "+") if found else "-"
+
+
+def command(config: dict) -> str:
+    """The command line that makes a run, but for its seed and folder."""
+    out = ["--task", config["task"], "--method", config["method"]]
+    out += ["--model", config["model"]] if config["model"] else []
+    usual = dataclasses.asdict(parse(out, ""))
+    for key, value in config.items():
+        if key in IGNORED or usual.get(key, value) == value:
+            continue
+        flag = "--" + key.replace("_", "-")
+        out += ([flag, str(value)] if not isinstance(value, bool) else
+                [flag if value else flag.replace("--", "--no-")])
+    return " ".join(["python train.py", *out])
 
 
 def table(rows: dict[str, list[dict]]) -> str:
-    names, first = list(rows), next(iter(rows.values()))
-    width = max(map(len, names)) + 2
-    out = [f"{'':{width}}seeds   dense after      evicted after    less the first: dense, evicted"
-           "   max |d logp|  rejected"]
+    first = next(iter(rows.values()))
+    out = [" | ".join(HEAD), "|".join(["---"] * len(HEAD))]
     for name, row in rows.items():
-        task_metric = next(k.removesuffix("_after_dense") for k in row[0]["summary"]
-                           if k.endswith("_after_dense"))
-        after = ["{:.3f} +-{:.3f}".format(*mean_and_half(
-            [run["summary"][f"{task_metric}_after_{cache}"] for run in row]))
-            for cache in ("dense", "evicted")]
-        apart = [difference(row, first, cache) for cache in ("dense", "evicted")]
-        worst = max(run["summary"]["mismatch_logp_abs_max"] for run in row)
-        rejected = [x.get("mismatch/rejected_frac", 0.0) for run in row for x in run["log"]]
-        out.append(f"{name:{width}}{len(row):5}   {after[0]:17}{after[1]:17}{apart[0]:16}"
-                   f"{apart[1]:16}{worst:12.2g}{sum(rejected) / max(1, len(rejected)):10.4f}")
-    return "\n".join(out)
+        metric = next((k.removesuffix("_after_dense") for k in row[0]["summary"]
+                       if k.endswith("_after_dense")), None)
+        if metric is None:
+            raise BadInput(f"{row[0]['folder']}: was run with --limit 0, so there is no accuracy "
+                           "to compare; leave it out")
+        ends = [spread(run["summary"][f"{metric}_{when}_{cache}"] for run in row)
+                for cache in ("dense", "evicted") for when in ("before", "after")]
+        logged = {key: [x[f"mismatch/{key}"] for run in row for x in run["log"]
+                        if x.get(f"mismatch/{key}") is not None]
+                  for key in ("logp_abs_mean", "kl", "ratio_p01", "ratio_min", "rejected_frac")}
+        least = min(logged.pop("ratio_min"), default=math.nan)
+        means = [f"{sum(x) / len(x):.2g}" if x else "-" for x in logged.values()]
+        out.append(" | ".join((
+            name, str(len(row)), str(row[0]["config"]["steps"]), *ends,
+            difference(row, first, "dense"), difference(row, first, "evicted"), *means[:3],
+            f"{least:.1g}", means[3],
+            f"{sum(run['summary']['seconds'] for run in row) / len(row) / 60:.1f}")))
+    lines = [f"| {x} |" for x in out]
+    return "\n".join([*lines, "", *(f"    {command(row[0]['config'])}" for row in rows.values())])
 
 
 def draw(rows: dict[str, list[dict]], png: Path) -> None:
-    """One figure a curve: the mean over seeds, and the range, of each row."""
+    """One figure a curve: of each row the mean over seeds and its 95 % interval."""
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -110,13 +144,15 @@ def draw(rows: dict[str, list[dict]], png: Path) -> None:
             points = defaultdict(list)
             for run in row:
                 for x in run["log"]:
-                    if curve in x:
+                    if x.get(curve) is not None:
                         points[x["step"]].append(x[curve])
-            if points:
-                steps = sorted(points)
-                axes.plot(steps, [sum(points[s]) / len(points[s]) for s in steps], label=name)
-                axes.fill_between(steps, [min(points[s]) for s in steps],
-                                  [max(points[s]) for s in steps], alpha=0.15)
+            steps = sorted(s for s in points if len(points[s]) == max(map(len, points.values())))
+            if not steps:
+                continue
+            mean, half = zip(*(mean_and_half(points[s]) for s in steps), strict=True)
+            axes.plot(steps, mean, label=name)
+            axes.fill_between(steps, [m - h for m, h in zip(mean, half, strict=True)],
+                              [m + h for m, h in zip(mean, half, strict=True)], alpha=0.15)
         axes.set(xlabel="step", ylabel=curve)
         axes.legend(fontsize="small")
         figure.savefig(png / f"{curve.replace('/', '_')}.png", dpi=150, bbox_inches="tight")

@@ -4,6 +4,7 @@
     python benchmarks/mismatch.py --task gsm8k --model FOLDER --data-dir FOLDER --dtype bfloat16
 
 Prints one JSON line a learner. `shadow` replays the record of the rollout, `dense` ignores it.
+`--grid` does so for snapkv, recent, random and h2o, each at keep 0.7, 0.5 and 0.3.
 """
 
 import dataclasses
@@ -19,26 +20,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import eval as evaluation  # noqa: E402
 from config import Config, flag, parse  # noqa: E402
 from errors import run_cli  # noqa: E402
-from eval import load, load_problems, respond  # noqa: E402
+from eval import Encoded, load, load_problems, respond  # noqa: E402
 from grpo import group_terms, mismatch  # noqa: E402
+from model import Qwen  # noqa: E402
+from tokenizer import Tokenizer  # noqa: E402
 
-FLAGS = (*evaluation.FLAGS, "prompts", "group", "temperature")
+FLAGS = (*evaluation.FLAGS, "prompts", "group", "temperature", "grid")
+GRID = [(policy, keep) for policy in ("snapkv", "recent", "random", "h2o")
+        for keep in (0.7, 0.5, 0.3)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags(Config):
     prompts: int = flag(4, "prompts")
     max_new: int = flag(96, "longest response, tokens")
+    grid: bool = flag(False, "four policies at three shares")
 
 
 def main() -> None:
     cfg = parse(sys.argv[1:], __doc__, FLAGS, Flags)
     tok, model = load(cfg)
     encoded = load_problems(cfg, "test", tok)[: cfg.prompts]
+    for policy, keep in GRID if cfg.grid else [(cfg.policy, cfg.keep)]:
+        measure(model, tok, encoded, dataclasses.replace(cfg, policy=policy, keep=keep))
+
+
+def measure(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Flags) -> None:
     start = time.perf_counter()
     rollout, _, _ = respond(model, tok, encoded, cfg)
     row = {"task": cfg.task, "dtype": cfg.dtype, **dataclasses.asdict(cfg.eviction()),
-           "tokens": int(rollout.mask.sum()), "kv_bytes": rollout.kv_bytes_peak,
+           "prompt_tokens": [len(ids) for _, ids in encoded], "tokens": int(rollout.mask.sum()), "kv_bytes": rollout.kv_bytes_peak,
            "kv_bytes_dense": rollout.kv_bytes_dense,
            "rollout_sec": round(time.perf_counter() - start, 1)}
     for learner in ("shadow", "dense"):

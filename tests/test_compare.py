@@ -2,26 +2,28 @@
 
 import json
 import math
-import re
 
 import pytest
 
 from benchmarks import compare
 from errors import BadInput
 
-CONFIG = {"task": "gsm8k", "keep": 0.3, "lr": 1e-4, "out": "x", "torch": "2"}
+CONFIG = {"task": "gsm8k", "model": None, "steps": 2, "keep": 0.3, "lr": 1e-4, "control": False,
+          "out": "x", "torch": "2"}
 
 
 def write(folder, method, seed, scores, rejected=0.0):
     folder.mkdir(parents=True)
     mean = sum(scores) / len(scores)
-    summary = {f"{key}_after_{cache}": value for cache in ("dense", "evicted")
-               for key, value in (("accuracy", mean), ("scores", scores))}
+    summary = {f"{key}_{when}_{cache}": value for cache in ("dense", "evicted")
+               for key, value in (("accuracy", mean), ("scores", scores))
+               for when in ("before", "after")}
     (folder / "config.json").write_text(json.dumps({**CONFIG, "method": method, "seed": seed}))
-    (folder / "summary.json").write_text(json.dumps({"mismatch_logp_abs_max": 0.5, **summary}))
+    (folder / "summary.json").write_text(json.dumps({"seconds": 60 * seed, **summary}))
     (folder / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": s, "reward/mean": s / 4, "mismatch/rejected_frac": rejected}) + "\n"
-        for s in (1, 2)))
+        json.dumps({"step": s, "reward/mean": s / 4 + seed, "mismatch/rejected_frac": rejected,
+                    "mismatch/kl": None if s == 1 else 0.5 * seed,
+                    "mismatch/ratio_min": 10.0 ** -seed}) + "\n" for s in (1, 2)))
 
 
 @pytest.fixture
@@ -34,14 +36,22 @@ def runs(tmp_path):
 
 
 def test_table_by_hand(runs):
-    lines = compare.table(compare.rows_of(compare.read_runs([runs]))).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["method=naive", "method=smd"]
+    head, _, naive, smd, _, *commands = compare.table(
+        compare.rows_of(compare.read_runs([runs]))).splitlines()
+    head, naive, smd = ([x.strip() for x in row.strip("|").split("|")]
+                        for row in (head, naive, smd))
+    assert head == list(compare.HEAD) and len(naive) == len(smd) == len(head)
+    row = dict(zip(head, smd, strict=True))
     # naive .5 .25 .25: mean .3333, deviation .1443, t(2) 4.303 / sqrt(3); smd .75 .75 .25
-    assert re.findall(r"\d\.\d+", lines[1])[:2] == ["0.333", "0.359"]
-    assert re.findall(r"\d\.\d+", lines[2])[:2] == ["0.583", "0.717"]
+    assert naive[:3] == ["method=naive", "3", "2"] and naive[4] == "0.333 ±0.359"
+    assert row["dense after"] == row["evicted after"] == "0.583 ±0.717"
     # pairs by seed: +.25 +.5 0
-    assert "+0.250 +-0.621" in lines[2] and "+0.000 +-0.000" in lines[1]
-    assert lines[2].split()[-1] == "0.2500" and lines[2].split()[-2] == "0.5"
+    assert row["dense, less the first"] == "+0.250 ±0.621" and naive[7] == "+0.000 ±0.000"
+    # what was not logged is in no mean
+    assert (row["k3"], row["min ratio"], row["rejected"]) == ("0.5", "0.01", "0.25")
+    assert row["minutes"] == "1.0" and row["mean abs d logp"] == "-"
+    assert commands[0] == ("    python train.py --task gsm8k --method naive --steps 2 --keep 0.3 "
+                           "--no-control"), "--lr is the default"
 
 
 def test_intervals():
@@ -61,5 +71,6 @@ def test_bad_input(runs, tmp_path):
 def test_curves(runs, tmp_path):
     pytest.importorskip("matplotlib")
     compare.draw(compare.rows_of(compare.read_runs([runs])), tmp_path / "png")
-    assert [p.name for p in (tmp_path / "png").iterdir()] == ["reward_mean.png"], "what is logged"
+    assert sorted(p.name for p in (tmp_path / "png").iterdir()) == [
+        "mismatch_kl.png", "reward_mean.png"], "what is logged"
     assert (tmp_path / "png" / "reward_mean.png").stat().st_size > 5000
