@@ -49,8 +49,8 @@ def measure(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Flags) -> None:
     start = time.perf_counter()
     rollout, _, _ = respond(model, tok, encoded, cfg)
     row = {"task": cfg.task, "dtype": cfg.dtype, **dataclasses.asdict(cfg.eviction()),
-           "prompt_tokens": [len(ids) for _, ids in encoded], "tokens": int(rollout.mask.sum()), "kv_bytes": rollout.kv_bytes_peak,
-           "kv_bytes_dense": rollout.kv_bytes_dense,
+           "prompt_tokens": [len(ids) for _, ids in encoded], "tokens": int(rollout.mask.sum()),
+           "kv_bytes": rollout.kv_bytes_peak, "kv_bytes_dense": rollout.kv_bytes_dense,
            "rollout_sec": round(time.perf_counter() - start, 1)}
     for learner in ("shadow", "dense"):
         start, difference = time.perf_counter(), []
