@@ -12,7 +12,7 @@ import torch
 from data import TASKS
 from errors import BadInput
 from eviction import LAYER_BUDGETS, POLICIES, Eviction
-from grpo import LOSSES, METHODS, Objective
+from grpo import LOSSES, METHODS, TEACHERS, Objective
 from model import DTYPES
 
 
@@ -61,6 +61,9 @@ class Config:
                        "while decoding at most 8")
     updates_per_rollout: int = flag(1, "optimiser steps on the same samples")
     lam: float | None = flag(None, "weight of the distillation KL, smd only", unset="0.1")
+    teacher: str | None = flag(None, "whose dense pass is distilled, smd only: the untrained "
+                               "model's, or the policy's own as in the paper", list(TEACHERS),
+                               unset=TEACHERS[0])
     loss: str = flag("dapo", "token weighting", list(LOSSES))
     eps_low: float = flag(0.2, "lower clip of the ratio; idle with one update a rollout")
     eps_high: float = flag(0.2, "upper clip of the ratio; idle with one update a rollout")
@@ -94,9 +97,10 @@ class Config:
             raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
         if self.evict_every is not None and self.budget is None:
             raise BadInput(f"--evict-every {self.evict_every}: expected --budget B with it")
-        if self.lam is not None and self.method != "smd":
-            raise BadInput(f"--lam {self.lam}: --method {self.method} distils nothing; leave it "
-                           "out, or use --method smd")
+        for name in ("lam", "teacher"):
+            if getattr(self, name) is not None and self.method != "smd":
+                raise BadInput(f"--{name} {getattr(self, name)}: --method {self.method} distils "
+                               "nothing; leave it out, or use --method smd")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise BadInput("--device cuda: torch sees no CUDA device; use --device cpu")
         self.eviction()  # checks its own flags
@@ -118,8 +122,9 @@ DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lr": (1e-4, 1e-6), "contr
 def resolve(cfg: Config) -> Config:
     given = {name: values[cfg.model is not None] for name, values in DEFAULTS.items()
              if getattr(cfg, name) is None}
-    if cfg.lam is None and cfg.method == "smd":
-        given["lam"] = Objective.lam
+    if cfg.method == "smd":
+        given |= {name: value for name, value in (("lam", Objective.lam), ("teacher", TEACHERS[0]))
+                  if getattr(cfg, name) is None}
     if cfg.max_prompt is None:
         given["max_prompt"] = {"govreport": 9000, "hotpotqa": 2048}.get(cfg.task, 1024)
     given["keep"] = cfg.eviction().keep

@@ -22,6 +22,7 @@ from rollout import Rollout
 from shadow_mask import Replay, dense_record, pack
 
 METHODS = ("smd", "dense", "naive", "sparse-rl")
+TEACHERS = ("initial", "self")  # whose dense pass is distilled
 LOSSES = ("grpo", "dapo", "dr_grpo")
 MAX_RHO, MIN_RHO = 1.5, 1e-4  # Sparse-RL: largest weight of a token; below, a sample is rejected
 LOGIT_BYTES = 2**27  # of one chunk of float32 logits
@@ -81,13 +82,15 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, eps_low: floa
 
 
 def token_terms(model: Qwen, hidden: Tensor, teacher: Tensor | None, tokens: Tensor,
-                temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+                temperature: float, teacher_model: Qwen | None = None
+                ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, entropy and exact distillation KL of each token, all in float32 or wider.
 
     Logits exist for one chunk of tokens at a time and are recomputed in the backward pass.
     Args:
         hidden: (M, C), what predicts each of the `tokens` (M,).
         teacher: (M, C) from the dense pass, without gradient; None = no KL.
+        teacher_model: whose pass that was; None = `model`.
     Returns: logp, entropy (detached), KL(sg[dense] || shadow) over the vocabulary; each (M,).
     """
     def chunk(hidden: Tensor, tokens: Tensor, teacher: Tensor | None):
@@ -98,7 +101,7 @@ def token_terms(model: Qwen, hidden: Tensor, teacher: Tensor | None, tokens: Ten
             entropy = lse - (logp.exp() * z).sum(-1)  # never 0 * -inf
             kl = torch.zeros_like(entropy)
             if teacher is not None:
-                dense = (model.logits(teacher) / temperature).log_softmax(-1)
+                dense = ((teacher_model or model).logits(teacher) / temperature).log_softmax(-1)
         if teacher is not None:
             kl = (dense.exp() * (dense - logp)).sum(-1)
         return logp.gather(-1, tokens[:, None])[:, 0], entropy, kl
@@ -111,26 +114,28 @@ def token_terms(model: Qwen, hidden: Tensor, teacher: Tensor | None, tokens: Ten
 
 
 def group_terms(model: Qwen, rollout: Rollout, n: int, samples: slice, *, temperature: float,
-                distil: bool, replay: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                distil: bool, replay: bool = True, teacher: Qwen | None = None
+                ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`token_terms` of the active tokens of some samples of group n, and their mask; `replay=False`
-    is the dense learner: the same pass with a record of nothing evicted."""
+    is the dense learner: the same pass with a record of nothing evicted. The dense teacher has the
+    same weights, or those of `teacher`."""
     P, R = len(rollout.prompts[n]), int(rollout.lengths[n, samples].max())
     tokens, mask = rollout.tokens[n, samples, :R], rollout.mask[n, samples, :R]
     record = rollout.evict_at[n][:, samples, :, : P + R]
     ids, pos, row = pack(rollout.prompts[n], tokens)
     attend = Replay(record if replay else dense_record(record), P)
     hidden = model(ids, pos, attend)[0]
-    teacher = None
+    taught = None
     if distil and replay and bool((record != NEVER).any()):
         record = dense_record(record)
         with torch.no_grad():
-            if attend.dense_prompt:  # then the prompt's rows are the same in both passes
+            if teacher is None and attend.dense_prompt:  # the prompt's rows are those of this pass
                 dense = Replay(record, P, prompt_kv=attend.prompt_kv)
                 responses = model(ids[:, P:], pos[:, P:], dense)[0]
-                teacher = torch.cat((hidden[:P].detach(), responses))[row[mask]]
+                taught = torch.cat((hidden[:P].detach(), responses))[row[mask]]
             else:
-                teacher = model(ids, pos, Replay(record, P))[0, row[mask]]
-    return *token_terms(model, hidden[row[mask]], teacher, tokens[mask], temperature), mask
+                taught = (teacher or model)(ids, pos, Replay(record, P))[0, row[mask]]
+    return *token_terms(model, hidden[row[mask]], taught, tokens[mask], temperature, teacher), mask
 
 
 @torch.no_grad()
@@ -162,12 +167,13 @@ def sparse_rl(old_logp: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objective,
-             old_logp: Tensor | None = None) -> dict[str, float]:
+             old_logp: Tensor | None = None, teacher: Qwen | None = None) -> dict[str, float]:
     """Accumulate the gradient of one optimiser step, group by group, and tell what was seen.
 
     Args:
         rewards: (N, G) float, NaN abstains.
         old_logp: (N, G, R), from `old_policy`.
+        teacher: of the distillation; None = the model itself, the paper's form.
     Returns: metrics named as in README.md; `loss` is NaN if any token's loss was.
     """
     o = objective
@@ -188,7 +194,8 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
             continue  # nothing in it has a gradient
         for s in samples_at_a_time(G, o):
             logp, entropy, kl, mask = group_terms(model, rollout, n, s, temperature=o.temperature,
-                                                  distil=lam > 0, replay=replay)
+                                                  distil=lam > 0, replay=replay,
+                                                  teacher=teacher)
             pick = (n, s, slice(0, mask.shape[1]))
             w, sampled = weights[pick][mask], rollout.logp[pick][mask]
             old = logp.detach() if old_logp is None else old_logp[pick][mask]

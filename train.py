@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +94,7 @@ def finite(row: dict) -> dict:
             for key, x in row.items()}
 
 
-def append(path: Path, rows: Iterable[dict]) -> None:
+def append(path: Path, rows: list[dict]) -> None:
     with path.open("a", encoding="utf-8") as f:
         f.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
 
@@ -126,8 +125,8 @@ def batch_of_step(encoded: Encoded, cfg: Config, step: int) -> Encoded:
 
 
 def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, cfg: Config,
-               step: int) -> tuple[dict, list[dict]]:
-    """One update; returns its metrics and its samples."""
+               step: int, teacher: Qwen | None = None) -> tuple[dict, list[dict]]:
+    """The updates of one rollout; returns its metrics and its samples. See `grpo.backward`."""
     with phase(cfg.device) as rolled:
         rollout, texts, rewards = respond(model, tok, batch, cfg, step=step)
     with phase(cfg.device) as learned:
@@ -135,7 +134,7 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
         old_logp = old_policy(model, rollout, objective, cfg.updates_per_rollout)
         metrics = {}
         for _ in range(cfg.updates_per_rollout):
-            now = backward(model, rollout, rewards, objective, old_logp)
+            now = backward(model, rollout, rewards, objective, old_logp, teacher)
             now["grad/norm"] = optim.step(finite=math.isfinite(now["loss"]))
             # Of the first update, whose policy is the sampler's, but for what the others add.
             metrics = {**now, **metrics, "policy/clip_frac": now["policy/clip_frac"]}
@@ -171,7 +170,8 @@ def run(cfg: Config) -> None:
     if cfg.steps < first:
         raise BadInput(f"--steps {cfg.steps}: the run has done {first}; expected at least that")
     tok, model = load(cfg, checkpoint)
-    control = load(cfg)[1] if cfg.control else None
+    taught = cfg.teacher == "initial" and cfg.lam > 0
+    initial = load(cfg)[1] if cfg.control or taught else None
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
     if cfg.prompts > len(train):
         raise BadInput(f"--prompts {cfg.prompts}: expected at most {len(train)} problems")
@@ -196,9 +196,10 @@ def run(cfg: Config) -> None:
 
     for step in (bar := tqdm(range(first, cfg.steps), initial=first, total=cfg.steps)):
         batch, done = batch_of_step(train, cfg, step), step + 1
-        metrics, samples = train_step(model, optim, tok, batch, cfg, step)
-        if control is not None:
-            rewards = respond(control, tok, batch, cfg, step=step)[2]
+        metrics, samples = train_step(model, optim, tok, batch, cfg, step,
+                                      initial if taught else None)
+        if cfg.control:
+            rewards = respond(initial, tok, batch, cfg, step=step)[2]
             metrics["reward/control_mean"] = float(rewards.nanmean())
         if cfg.eval_every and done % cfg.eval_every == 0:
             during = evaluate(model, tok, test[: cfg.eval_during], cfg)
@@ -206,7 +207,7 @@ def run(cfg: Config) -> None:
             bar.write(f"step {done}: {describe(during)}")
         log.append(finite({"step": done, "lr": cfg.lr, **metrics}))
         append(out / "metrics.jsonl", log[-1:])
-        append(out / "samples.jsonl", map(finite, samples))
+        append(out / "samples.jsonl", [finite(x) for x in samples])
         bar.set_postfix_str(f"reward {metrics['reward/mean']:.2f}")
         if not warned and len(log) >= DEAD_STEPS and all(
                 x["reward/dead_group_frac"] == 1 for x in log[-DEAD_STEPS:]):

@@ -5,6 +5,7 @@ the record, its own attention, its own advantages and weights. It shares nothing
 test but the network.
 """
 
+import copy
 import io
 import math
 import statistics
@@ -123,29 +124,29 @@ def plain_attend(record, T):
     return attend
 
 
-def sequence_terms(model, rollout, n, g, temperature=1.0, dense=False):
-    """Log-probs, entropies and KLs of the tokens of one sample."""
+def sequence_terms(model, rollout, n, g, temperature=1.0, dense=False, teacher=None):
+    """Log-probs, entropies and KLs of the tokens of one sample; the teacher is another model's."""
     prompt, length = rollout.prompts[n].tolist(), int(rollout.lengths[n, g])
     response = rollout.tokens[n, g, :length].tolist()
     ids = torch.tensor([prompt + response])
     P, T = len(prompt), ids.shape[1]
     record = None if dense else rollout.evict_at[n][:, g].tolist()
 
-    def predict(record):
+    def predict(record, model=model):
         head = model.embed_tokens.weight if model.cfg.tied else model.lm_head.weight
         hidden = model(ids, torch.arange(T)[None], plain_attend(record, T))[0]
         return torch.softmax(hidden[P - 1 : T - 1] @ head.T / temperature, -1)
 
     shadow = predict(record)
     with torch.no_grad():
-        teacher = predict(None)
+        teacher = predict(None, teacher or model)
     logp = torch.stack([shadow[t, token].log() for t, token in enumerate(response)])
     entropy = -(shadow * shadow.log()).sum(-1)
     return logp, entropy, (teacher * (teacher / shadow).log()).sum(-1)
 
 
 def reference(model, rollout, rewards, loss, lam, *, temperature=1.0, dense=False, ratio=None,
-              mean_per_sample=False):
+              mean_per_sample=False, teacher=None):
     """Gradients of the step, and its loss, mean KL and mean entropy."""
     N, G, R = rollout.tokens.shape
     total, kls, entropies = 0.0, [], []
@@ -155,7 +156,7 @@ def reference(model, rollout, rewards, loss, lam, *, temperature=1.0, dense=Fals
         scale = 1.0 if loss == "dr_grpo" else statistics.stdev(r) + 1e-6
         for g in range(G):
             a = 0.0 if len(set(r)) == 1 else (r[g] - statistics.fmean(r)) / scale
-            logp, entropy, kl = sequence_terms(model, rollout, n, g, temperature, dense)
+            logp, entropy, kl = sequence_terms(model, rollout, n, g, temperature, dense, teacher)
             w = {"dapo": one / int(rollout.lengths.sum()), "dr_grpo": one / (N * G * R),
                  "grpo": one / len(logp) / (N * G)}[loss].item()
             if mean_per_sample:
@@ -524,6 +525,25 @@ def test_group_terms_replay_or_not(model, rollout):
         assert mask.sum(1).tolist() == rollout.lengths[n, samples].tolist()
     shadow = [sequence_terms(model, rollout, n, g)[0] for g in (2, 3)]
     assert gap(logp, torch.cat(shadow)) > 1e-2  # the control: the two learners differ
+
+
+@pytest.mark.parametrize("micro", [0, 3])
+def test_another_model_teaches(model, rollout, micro):
+    """Its whole dense pass, and no gradient of its own."""
+    other = tiny_model(seed=1)
+    want, loss, kl, _ = reference(model, rollout, REWARDS, "dapo", 0.5, teacher=other)
+    model.zero_grad()
+    half = Objective(lam=0.5, micro_samples=micro)
+    metrics = backward(model, rollout, REWARDS, half, None, other)
+    assert gap(flat([p.grad for p in model.parameters()]), want) < 1e-9
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-9)
+    assert metrics["distill/kl"] == pytest.approx(kl, rel=1e-9)
+    assert all(p.grad is None for p in other.parameters())
+    itself, _ = step_gradient(model, rollout, REWARDS, Objective(lam=0.5))
+    assert gap(itself, want) > 1e-2  # the control
+    model.zero_grad()
+    backward(model, rollout, REWARDS, Objective(lam=0.5), None, copy.deepcopy(model))
+    assert gap(flat([p.grad for p in model.parameters()]), itself) < 1e-9
 
 
 def test_dead_groups_are_skipped_without_lambda(model, rollout, monkeypatch):

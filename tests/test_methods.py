@@ -144,7 +144,11 @@ def test_a_nan_reward_abstains():
 def test_a_distillation_weight_belongs_to_smd():
     with pytest.raises(BadInput, match="--lam 0.1: --method naive distils nothing"):
         parse(["--task", "gsm8k", "--method", "naive", "--lam", "0.1"], "x")
+    with pytest.raises(BadInput, match="--teacher self: --method dense distils nothing"):
+        parse(["--task", "gsm8k", "--method", "dense", "--teacher", "self"], "x")
     assert parse(["--task", "gsm8k"], "x").lam == 0.1
+    assert parse(["--task", "gsm8k"], "x").teacher == grpo.TEACHERS[0]
+    assert parse(["--task", "gsm8k", "--method", "naive"], "x").teacher is None
     assert parse(["--task", "gsm8k", "--method", "dense"], "x").objective().method == "dense"
     with pytest.raises(BadInput, match="--updates-per-rollout 0"):
         parse(["--task", "gsm8k", "--updates-per-rollout", "0"], "x")
@@ -156,9 +160,9 @@ def test_a_training_step_follows_the_flags(method, updates, tmp_path, monkeypatc
     """The sampler's cache, the number of updates, and what the ratios are taken against."""
     seen, once = [], train.backward
 
-    def spy(model, rollout, rewards, objective, old_logp):
+    def spy(model, rollout, rewards, objective, old_logp, teacher):
         seen.append((rollout, objective.method, old_logp))
-        return once(model, rollout, rewards, objective, old_logp)
+        return once(model, rollout, rewards, objective, old_logp, teacher)
 
     monkeypatch.setattr(train, "backward", spy)
     train.run(parse(["--task", "gsm8k", "--method", method, "--updates-per-rollout", str(updates),

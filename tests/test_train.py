@@ -388,10 +388,10 @@ def broken(monkeypatch, varied):
             return [[p.detach().clone() for p in model.parameters()],
                     [x.clone() for s in optim.adamw.state.values() for x in s.values()]]
 
-        def step(model, optim, tok, batch, cfg, step):
+        def step(model, optim, tok, batch, cfg, step, teacher):
             now[0] = step + 1
             before = snapshot(model, optim)
-            out = step_of(model, optim, tok, batch, cfg, step)
+            out = step_of(model, optim, tok, batch, cfg, step, teacher)
             seen.append((before, snapshot(model, optim)))
             return out
 
@@ -445,6 +445,34 @@ def test_nine_and_then_a_good_one_go_on(go, broken):
     assert summary(out)["skipped_steps"] == 18 and len(metrics(out)) == 20
 
 
+# ---- whose dense pass is distilled -------------------------------------------------------------
+
+
+def test_the_initial_teacher_stays_what_it_was(go, tiny, varied, monkeypatch):
+    """Also after a resume; the policy of the first step is its own teacher."""
+    once, taught = train.backward, []
+
+    def spy(model, *args):
+        taught.append(args[-1])
+        return once(model, *args)
+
+    monkeypatch.setattr(train, "backward", spy)
+    ends = {name: go(name, lam=0.5, keep=0.3, teacher=name) for name in ("self", "initial")}
+    assert taught[:4] == [None] * 4 and len({id(x) for x in taught[4:]}) == 1
+    start = load_model(tiny, dtype=torch.float32)
+    assert same(list(taught[-1].parameters()), list(start.parameters()))
+    a, b = (metrics(x) for x in ends.values())
+    assert a[0]["distill/kl"] == pytest.approx(b[0]["distill/kl"], rel=1e-4) and a[0]["distill/kl"]
+    assert a[-1]["distill/kl"] != pytest.approx(b[-1]["distill/kl"], rel=1e-3)
+    taught.clear()
+    go("cut", lam=0.5, keep=0.3, teacher="initial", steps=2)
+    assert_same_run(go("cut", lam=0.5, keep=0.3, teacher="initial", resume=True), ends["initial"])
+    assert same(list(taught[-1].parameters()), list(start.parameters()))
+    taught.clear()
+    go("nothing", lam=0, steps=1, control=True)
+    assert taught == [None]
+
+
 # ---- rewards that say nothing -------------------------------------------------------------------
 
 
@@ -469,9 +497,9 @@ def test_rewards_without_a_difference_give_one_warning(go, monkeypatch, capsys, 
                                                        warnings):
     step_of = train.train_step
 
-    def step(model, optim, tok, batch, cfg, step):
+    def step(model, optim, tok, batch, cfg, step, teacher):
         monkeypatch.setattr(gsm8k, "reward", crc if step + 1 == differs_at else by_prompt)
-        return step_of(model, optim, tok, batch, cfg, step)
+        return step_of(model, optim, tok, batch, cfg, step, teacher)
 
     monkeypatch.setattr(train, "train_step", step)
     monkeypatch.setattr(train, "DEAD_STEPS", 4)
