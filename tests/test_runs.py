@@ -12,13 +12,13 @@ from config import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(p.name for p in (ROOT / "runs").glob("*.sh")
-                 if "runs/each.sh" in p.read_text() and p.name != "each.sh")
+                 if "common.sh" in p.read_text())
 STUB = """#!{python}
 import json, os, sys
 from pathlib import Path
 if sys.argv[1] == "train.py":
     folder = Path(sys.argv[sys.argv.index("--out") + 1])
-    folder.mkdir(parents=True)
+    folder.mkdir()
     (folder / "summary.json").write_text("{{}}")
 with open(os.environ["CALLS"], "a") as f:
     f.write(json.dumps(sys.argv[1:]) + "\\n")
@@ -28,7 +28,7 @@ with open(os.environ["CALLS"], "a") as f:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_trains_what_it_says_and_not_twice(recipe, tmp_path):
     (tmp_path / "runs").mkdir()
-    for name in (recipe, "each.sh"):
+    for name in (recipe, "common.sh"):
         (tmp_path / "runs" / name).write_bytes((ROOT / "runs" / name).read_bytes())
     stub, calls = tmp_path / "python", tmp_path / "calls"
     stub.write_text(STUB.format(python=sys.executable))
@@ -44,19 +44,28 @@ def test_a_recipe_trains_what_it_says_and_not_twice(recipe, tmp_path):
     cells = {}
     for argv in trained:
         cfg = parse(argv[1:], "x")
-        assert cfg.out.endswith(f"-{cfg.seed}")
-        cells.setdefault((cfg.task, cfg.out.rpartition("-")[0]), set()).add(cfg.seed)
+        folder = Path(cfg.out)
+        assert folder.name == str(cfg.seed)
+        cells.setdefault((cfg.task, folder.parent), set()).add(cfg.seed)
+    compared = [x for x in seen[1] if x[0] == "benchmarks/compare.py"]
+    assert {str(cell) for _, cell in cells} == {x for argv in compared for x in argv
+                                                if x.startswith("out/runs/")}
     for (task, cell), seeds in cells.items():
         assert len(seeds) >= (5 if task in ("gsm8k", "hotpotqa") else 3), cell
 
 
 def test_a_run_that_fails_fails_the_recipe(tmp_path):
     """Its reason is told, and the others are trained."""
-    done = subprocess.run(
-        ["bash", str(ROOT / "runs" / "each.sh")], text=True, capture_output=True,
-        input=f"{tmp_path}/bad-0 --task gsm8k --keep 2\n{tmp_path}/good-0 --task gsm8k --steps 0 "
-              "--limit 0\n",
-        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "common.sh").write_bytes((ROOT / "runs" / "common.sh").read_bytes())
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    recipe = tmp_path / "runs" / "it.sh"
+    recipe.write_text("set -euo pipefail; source runs/common.sh\n"
+                      "cell 0 --task gsm8k --keep 2\n"
+                      "cell 0 --task gsm8k --steps 0 --limit 0\ntable both\n")
+    done = subprocess.run(["bash", str(recipe)], text=True, capture_output=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
     assert done.returncode != 0 and "error: --keep 2" in done.stderr
-    assert (tmp_path / "good-0" / "summary.json").is_file()
-    assert not (tmp_path / "bad-0" / "summary.json").exists()
+    runs = tmp_path / "out" / "runs"
+    assert [p.parent.parent.name for p in runs.glob("*/*/summary.json")] == [
+        "task_gsm8k_steps_0_limit_0"]

@@ -1,0 +1,26 @@
+# Sourced by the recipes. `cell SEEDS FLAGS...` names one row of a table, `table` trains what of it is
+# missing, JOBS runs at a time (default 1), and prints it. A run that was finished is not done again,
+# and two recipes with a row in common share it: out/runs/FLAGS/SEED.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHON=${PYTHON:-.venv/bin/python}
+[ "${JOBS:-1}" = 1 ] || export OMP_NUM_THREADS=1 # on few cores faster than all threads for each
+folders=() queue=
+
+cell() {
+    local folder seed flags="${*:2}"
+    folder=out/runs/$(sed 's/--//g; s/ /_/g' <<< "$flags")
+    folders+=("$folder")
+    for seed in $1; do queue+="$folder/$seed --seed $seed $flags"$'\n'; done
+}
+
+table() { # TITLE, flags of compare.py
+    # shellcheck disable=SC2016
+    printf %s "$queue" | xargs -P "${JOBS:-1}" -L 1 bash -c '
+        [ -f "$1/summary.json" ] && exit
+        mkdir -p "$(dirname "$1")"
+        "$PYTHON" train.py --out "$@" --overwrite --no-control --save-every 0 > "$1.log" 2>&1 ||
+            { tail -n 1 "$1.log" >&2; exit 1; }' each
+    printf '\n## %s\n\n' "$1"
+    "$PYTHON" benchmarks/compare.py "${folders[@]}" "${@:2}"
+    folders=() queue=
+}

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# results/keep.md: the share of a prompt's keys that stays, for the naive and the shadow learner.
+# Hardware: CPU, one core and 1 GB a job. Minutes: MINUTES with JOBS=2 on 2 cores.
+#   JOBS=2 bash runs/keep.sh
+set -euo pipefail
+source "$(dirname "$0")/common.sh"
+for keep in 1 0.7 0.5 0.3; do
+    for method in naive smd; do
+        cell "0 1 2 3 4" --task gsm8k --method $method --prompts 4 --keep $keep
+    done
+    table "keep $keep"
+done
