@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# results/lambda.md: the weight of the distillation, and whose dense pass teaches.
+# results/methods.md, "distillation": the weight of the distillation, and whose dense pass teaches.
 # Hardware: CPU, one core and 1 GB a job. Minutes: MINUTES with JOBS=2 on 2 cores.
 #   JOBS=2 bash runs/lambda.sh
 set -euo pipefail

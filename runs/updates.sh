@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# results/updates.md: one and four updates a rollout at a high learning rate, where methods break.
+# results/methods.md, "updates": one and four updates a rollout at a high learning rate, where methods break.
 # Hardware: CPU, one core and 1 GB a job. Minutes: MINUTES with JOBS=2 on 2 cores.
 #   JOBS=2 bash runs/updates.sh
 set -euo pipefail

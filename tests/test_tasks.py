@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import os
 import random
 import time
 from base64 import b64encode
@@ -10,6 +12,7 @@ from threading import Thread
 
 import pytest
 
+import train
 from config import parse
 from data import TASKS, texts
 from data.files import Problem
@@ -212,3 +215,22 @@ def test_a_reward_that_fails_abstains():
     for bad in (lambda t, p: 1 / 0, lambda t, p: None, lambda t, p: 1e999, lambda t, p: t[9]):
         value = worth(bad, "", p)
         assert value != value
+
+
+@pytest.mark.weights
+@pytest.mark.skipif(not {"SMD_MODEL", "SMD_DATA"} <= os.environ.keys(),
+                    reason="SMD_MODEL and SMD_DATA name no checkpoint and no folder of tasks' rows")
+@pytest.mark.parametrize("task", TASKS)
+def test_a_step_of_a_real_model_on_real_rows(task, tmp_path):
+    """SMD_DATA holds a folder a task with its train.jsonl and test.jsonl."""
+    out = tmp_path / "run"
+    train.run(parse(["--task", task, "--model", os.environ["SMD_MODEL"], "--data-dir",
+                     f"{os.environ['SMD_DATA']}/{task}", "--steps", "1", "--prompts", "2",
+                     "--group", "2", "--keep", "0.5", "--max-prompt", "2000", "--max-new", "48",
+                     "--limit", "0", "--eval-every", "0", "--out", str(out)], "x"))
+    (row,) = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+    assert row["step/skipped"] == 0 and 0 < row["grad/norm"] < math.inf
+    assert row["distill/kl"] > 0.01 and row["mismatch/logp_abs_mean"] < 0.05  # bfloat16 rounding
+    assert row["kv/bytes_peak"] < row["kv/bytes_dense"]
+    samples = [json.loads(x) for x in (out / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 and max(x["prompt_tok"] for x in samples) <= 2000
