@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# results/methods.md, "keep": the share of a prompt's keys that stays, for the naive and the shadow learner.
+# results/methods.md, "Keep": the share of the keys that stays, for the naive and the shadow learner.
 # Hardware: CPU, one core and 1 GB a job. Minutes: MINUTES with JOBS=2 on 2 cores.
 #   JOBS=2 bash runs/keep.sh
 set -euo pipefail

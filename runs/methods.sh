@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# results/methods.md, "tasks": the four methods on the four tasks, embedded model, one update a rollout.
+# results/methods.md, "Tasks": the four methods on the four tasks, one update a rollout.
 # Hardware: CPU, one core and 1 GB a job. Minutes: MINUTES with JOBS=2 on 2 cores.
 #   JOBS=2 bash runs/methods.sh
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# results/methods.md, "policy": what is evicted, for the naive and the shadow learner.
+# results/methods.md, "Policy": what is evicted, for the naive and the shadow learner.
 # Hardware: CPU, one core and 1 GB a job. Minutes: MINUTES with JOBS=2 on 2 cores.
 #   JOBS=2 bash runs/policy.sh
 set -euo pipefail
