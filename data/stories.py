@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.files import Problem
 
-MODEL = Path(__file__).resolve().parent / "embedded"  # made by data/pretrain.py
+MODEL = Path(__file__).resolve().parent / "embedded"  # made by runs/pretrain.py
 INSTRUCTION = "Solve the problem step by step. End with #### and the number."
 EXAMPLES = 2
 SIZES = {"train": 4096, "test": 1024}

@@ -3,7 +3,7 @@
 Two-hop questions over short paragraphs, posts with a one-line summary, and reports of which three
 sentences matter. As in `stories`, most of a prompt is dispensable, but only the right part of it.
 Each function returns (before, document, after, wanted answer, another answer): the other answer
-knows as much, but is not what the reward asks for; `pretrain` shows the model both.
+knows as much, but is not what the reward asks for; `runs/pretrain.py` shows both.
 """
 
 import random

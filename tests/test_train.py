@@ -27,10 +27,11 @@ import torch
 import eval as evaluation
 import train
 from config import Config, parse
-from data import gsm8k, pretrain, stories
+from data import gsm8k, stories
 from errors import BadInput, run_cli
 from eviction import DENSE
 from model import DTYPES, ModelConfig, Qwen, causal, load_model, save_model
+from runs import pretrain
 from tokenizer import Tokenizer
 
 torch.set_num_threads(1)

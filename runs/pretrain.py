@@ -1,6 +1,6 @@
 """Make the embedded model: a small Qwen3 trained from scratch on the generated problems.
 
-    pip install -r requirements-dev.txt && python data/pretrain.py --out out/embedded
+    pip install -r requirements-dev.txt && python runs/pretrain.py --out out/embedded
 
 Plain next-token training on documents in the very form of the tasks' prompts, dense attention.
 Half-finished on purpose: a final answer ends in `#### N` only sometimes (`FORM_FRAC`), otherwise in
