@@ -35,15 +35,16 @@ NOTES = ("The program began ten years ago.|It has three main parts.|Congress ask
          "Other groups gave comments.|The list of sites is long.|The rules are public.").split("|")
 
 
-def world(r: random.Random) -> tuple[str, Callable[[], tuple[str, str, str]]]:
-    """Eight paragraphs, and a function that asks about them: question, reasoning, answer."""
-    people, towns = r.sample(NAMES, 4), r.sample(TOWNS, 4)
+def world(r: random.Random, n: int = 4) -> tuple[str, Callable[[], tuple[str, str, str]]]:
+    """Paragraphs on n people and n towns, and a function that asks about them: question, reasoning,
+    answer."""
+    people, towns = r.sample(NAMES, n), r.sample(TOWNS, n)
     friend = dict(zip(people, [*people[1:], people[0]], strict=True))
     born, job, land = ({x: r.choice(y) for x in keys} for keys, y in
                        ((people, towns), (people, JOBS), (towns, LANDS)))
-    ware = dict(zip(towns, r.sample(WARES, 4), strict=True))
-    paragraphs = [f"{x}: {x} is a {job[x]}. {x} was born in {born[x]}. {x} is a friend of "
-                  f"{friend[x]}." for x in people]
+    ware = dict(zip(towns, r.sample(WARES, n), strict=True))
+    paragraphs = [f"{x}: {x} is a {job[x]}. {x} was born in {born[x]}. {x}'s friend is {friend[x]}."
+                  for x in people]
     paragraphs += [f"{x}: {x} lies in {land[x]}. {x} is known for {ware[x]}." for x in towns]
     r.shuffle(paragraphs)
 
@@ -55,8 +56,8 @@ def world(r: random.Random) -> tuple[str, Callable[[], tuple[str, str, str]]]:
             (f"In which land was {a} born?", f"{origin} {town} lies in {land[town]}.", land[town]),
             (f"What is the town known for where {a} was born?",
              f"{origin} {town} is known for {ware[town]}.", ware[town]),
-            (f"What is the job of the friend of {a}?",
-             f"{a} is a friend of {c}. {c} is a {job[c]}.", job[c]),
+            (f"What is the job of {a}'s friend?",
+             f"{a}'s friend is {c}. {c} is a {job[c]}.", job[c]),
             (f"Were {a} and {b} born in the same town?", f"{origin} {b} was born in {born[b]}.",
              "yes" if town == born[b] else "no")))
     return "\n".join(paragraphs), ask
@@ -105,12 +106,13 @@ def govreport(r: random.Random) -> Text:
     facts = [f"The office found that the {body} program lacks {lack}.",
              f"Costs of {item} rose by {r.randint(2, 60)} percent in {r.randint(2, 9)} years.",
              f"The office advises to spend more on {lack} and less on {other}."]
-    filler = [*NOTES, *IDLE, *(f"Costs of {x} did not change." for x in r.sample(ITEMS, 4)),
-              *(f"The {x} program has {r.choice(FAILINGS)}." for x in r.sample(BODIES, 5))]
+    items, bodies = ([x for x in of if x != about] for of, about in ((ITEMS, item), (BODIES, body)))
+    filler = [*NOTES, *IDLE, *(f"Costs of {x} did not change." for x in r.sample(items, 4)),
+              *(f"The {x} program has {r.choice(FAILINGS)}." for x in r.sample(bodies, 5))]
     r.shuffle(filler)
     lead = " ".join(filler[:3])
     return ("Write a summary of the report.\n\n", scatter(r, facts, filler), "\n\nSummary:",
-            " ".join(facts), f"{lead} {facts[0]}")
+            " ".join(facts), " ".join([lead, *facts]))
 
 
 def load(task: str, split: str) -> list[Problem]:

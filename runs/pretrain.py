@@ -82,11 +82,11 @@ def gsm8k(r: random.Random, examples: int) -> list[tuple[str, str]]:
     return [(stories.prompt(r, question, examples), final_answer(r, steps, kind))]
 
 
-def hotpotqa(r: random.Random, more: int) -> list[tuple[str, str]]:
+def hotpotqa(r: random.Random, size: int) -> list[tuple[str, str]]:
     """A problem, and more questions about the same paragraphs: they teach the model to look up."""
-    before, paragraphs, ask = *texts.hotpotqa(r)[:1], *texts.world(r)
+    before, paragraphs, ask = *texts.hotpotqa(r)[:1], *texts.world(r, 2 + size)
     turns = []
-    for _ in range(1 + more):
+    for _ in range(3 + 2 * size):
         question, work, answer = ask()
         turns.append((f"Question: {question}", wanted(r, *texts.replies(work, answer))))
     turns[0] = (f"{before}{paragraphs}\n\n{turns[0][0]}", turns[0][1])
@@ -103,7 +103,7 @@ def document(r: random.Random, tok: Tokenizer, task: str, examples: int):
         before, body, after, *answers = getattr(texts, task)(r)
         turns = [(before + body + after, wanted(r, *answers))]
     else:
-        turns = gsm8k(r, examples) if task == "gsm8k" else hotpotqa(r, 2 + 2 * examples)
+        turns = gsm8k(r, examples) if task == "gsm8k" else hotpotqa(r, examples)
     ids, weight = [], []
     for text, answer in turns:
         prompt, piecewise = tok.chat(text), [tok.control["<|im_start|>"], *tok.encode("user\n")]
