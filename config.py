@@ -93,6 +93,8 @@ class Config:
                 raise BadInput(f"{name} {value}: expected a number of at least {low}{why}")
             if f.name in ("temperature", "max_grad_norm") and value == 0:
                 raise BadInput(f"{name} {value}: expected a positive number")
+        if self.data_dir == "":
+            raise BadInput("--data-dir: got an empty name; expected a folder, or leave it out")
         if self.resume and (self.out is None or self.overwrite):
             raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
         if self.evict_every is not None and self.budget is None:
@@ -123,8 +125,8 @@ def resolve(cfg: Config) -> Config:
     given = {name: values[cfg.model is not None] for name, values in DEFAULTS.items()
              if getattr(cfg, name) is None}
     if cfg.method == "smd":
-        given |= {name: value for name, value in (("lam", Objective.lam), ("teacher", TEACHERS[0]))
-                  if getattr(cfg, name) is None}
+        given["lam"] = Objective.lam if cfg.lam is None else cfg.lam
+        given["teacher"] = (cfg.teacher or TEACHERS[0]) if given["lam"] else None
     if cfg.max_prompt is None:
         given["max_prompt"] = {"govreport": 9000, "hotpotqa": 2048}.get(cfg.task, 1024)
     given["keep"] = cfg.eviction().keep

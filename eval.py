@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -50,6 +51,8 @@ def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
     if cfg.shots and cfg.task != "gsm8k":
         raise BadInput(f"--shots {cfg.shots}: only --task gsm8k has solved examples; leave it out")
     ours = cfg.data_dir == "stories" or (cfg.model is None and cfg.data_dir is None)
+    if ours and cfg.shots:
+        raise BadInput(f"--shots {cfg.shots}: the generated problems have their own; leave it out")
     if ours:
         problems = stories.load(split) if cfg.task == "gsm8k" else texts.load(cfg.task, split)
     else:
@@ -65,7 +68,8 @@ def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
                 ids, room = tok.chat(p.prompt), room - 1
         if len(ids) > cfg.max_prompt:
             raise BadInput(f"{split} problem {p.index}: prompt of {len(ids)} tokens; expected at "
-                           f"most --max-prompt {cfg.max_prompt}; raise it or use fewer --shots")
+                           f"most --max-prompt {cfg.max_prompt}; raise it"
+                           + (" or use fewer --shots" if cfg.shots else ""))
         encoded.append((p, ids))
     if cut:
         print(f"{cut} of {len(encoded)} {split} documents cut to --max-prompt {cfg.max_prompt}")
@@ -75,12 +79,14 @@ def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
 
 
 def worth(score: Callable[[str, Problem], float], text: str, p: Problem) -> float:
-    """A reward; NaN, which abstains, if the reward raises or gives no number."""
+    """A reward or metric; NaN if it raises or gives no number."""
     try:
         value = float(score(text, p))
-    except Exception:  # whatever a user's reward may raise: one sample is lost, not the run
+        return value if math.isfinite(value) else math.nan
+    except Exception as e:  # whatever a user's reward may raise: one sample is lost, not the run
+        warnings.warn(f"a score raised {e!r}: without a reward a sample abstains, without a metric "
+                      "an answer counts 0", stacklevel=2)
         return math.nan
-    return value if math.isfinite(value) else math.nan
 
 
 def respond(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Config, *, step: int = 0,
@@ -116,10 +122,10 @@ def evaluate(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Config) -> dict
         for i in range(0, n, BATCH):
             part = encoded[i : i + BATCH]
             rollout, answers, _ = respond(model, tok, part, cfg, greedy=eviction)
-            rows += [TASKS[cfg.task].metrics(text, p)
-                     for (text,), (p, _) in zip(answers, part, strict=True)]
+            rows += [(text, p) for (text,), (p, _) in zip(answers, part, strict=True)]
             truncated += float((~rollout.stopped).sum())
-        scores = {key: [row[key] for row in rows] for key in rows[0]}
+        scores = {key: [0.0 if math.isnan(x := worth(metric, *row)) else x for row in rows]
+                  for key, metric in TASKS[cfg.task].METRICS.items()}
         main = next(iter(scores))
         out[name] = {**{key: sum(x) / n for key, x in scores.items()}, "truncated": truncated / n,
                      "interval": wilson(sum(scores[main]), n), "n": n,

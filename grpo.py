@@ -2,14 +2,16 @@
 
     maximise  E[ L_GRPO(pi(y|x,M)) - lam * KL( sg[pi(y|x)] || pi(y|x,M) ) ]
 
-Track 1 is the masked pass; the teacher of track 2 is a dense pass of the same weights. Both terms
-are sums over tokens with weights fixed for the whole optimiser step, so gradients do not depend on
-how it is split. With one update a rollout the ratio is 1 and the policy loss near 0.
+Track 1 is the masked pass; the teacher of track 2 is a dense pass, in the paper of the same
+weights, by default of the initial ones. Both terms are sums over tokens with weights fixed for the
+whole optimiser step, so gradients do not depend on how it is split. With one update a rollout the
+ratio is 1 and the policy loss near 0.
 Sources: SMD arXiv 2605.06850; GRPO arXiv 2402.03300, section 4.1; DAPO arXiv 2503.14476 (token
 mean); Dr. GRPO arXiv 2503.20783 (constant denominator, no division by the deviation).
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -63,14 +65,15 @@ def token_weights(mask: Tensor, loss: str) -> Tensor:
     Args:
         mask: (N, G, R) bool, the active tokens of the whole optimiser step.
         loss: "grpo": mean over the tokens of a sequence, then over sequences; "dapo": mean over
-            all tokens; "dr_grpo": sum over tokens / (sequences * R).
+            all tokens; "dr_grpo": sum over tokens / (sequences * R). A sequence without active
+            tokens was left out, and is in no denominator.
     """
-    N, G, R = mask.shape
-    active = mask.float()
+    R, active = mask.shape[2], mask.float()
     length = active.sum(-1, keepdim=True)
-    return {"grpo": active / length.clamp(min=1) / (length > 0).sum().clamp(min=1),
+    sequences = (length > 0).sum().clamp(min=1)
+    return {"grpo": active / length.clamp(min=1) / sequences,
             "dapo": active / length.sum().clamp(min=1),
-            "dr_grpo": active / (N * G * R)}[loss]
+            "dr_grpo": active / (sequences * R)}[loss]
 
 
 def policy_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, eps_low: float, eps_high: float):
@@ -126,7 +129,7 @@ def group_terms(model: Qwen, rollout: Rollout, n: int, samples: slice, *, temper
     attend = Replay(record if replay else dense_record(record), P)
     hidden = model(ids, pos, attend)[0]
     taught = None
-    if distil and replay and bool((record != NEVER).any()):
+    if distil and replay and bool((rollout.evict_at[n] != NEVER).any()):  # of the whole group
         record = dense_record(record)
         with torch.no_grad():
             if teacher is None and attend.dense_prompt:  # the prompt's rows are those of this pass
@@ -174,12 +177,14 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
         rewards: (N, G) float, NaN abstains.
         old_logp: (N, G, R), from `old_policy`.
         teacher: of the distillation; None = the model itself, the paper's form.
-    Returns: metrics named as in README.md; `loss` is NaN if any token's loss was.
+    Returns: metrics named as in README.md, NaN for a mean of nothing; `loss` is NaN if any token's
+        loss was. `mismatch/*` and `policy/*` are over the groups that have a policy gradient.
     """
     o = objective
     N, G, _ = rollout.tokens.shape
     advantage = advantages(rewards, scale=o.loss != "dr_grpo").to(rollout.logp)
-    counted, correction = rollout.mask, rollout.logp.new_ones(())
+    counted = rollout.mask & ~rewards.isnan()[..., None]
+    correction = rollout.logp.new_ones(())
     rejected = torch.zeros_like(rollout.stopped)
     if o.method == "sparse-rl":  # a rejected sample leaves numerator and denominator
         correction, rejected = sparse_rl(old_logp, rollout)
@@ -187,8 +192,7 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
     weights = token_weights(counted, o.loss).to(rollout.logp) * correction
     dead, replay = dead_groups(rewards), o.method == "smd"
     lam = o.lam if replay else 0.0
-    names = ("distill/kl", "policy/entropy", "policy/clip_frac")
-    seen: dict[str, list[Tensor]] = {key: [] for key in (*names, "loss", "difference")}
+    seen: dict[str, list[Tensor]] = defaultdict(list)
     for n in range(N):
         if dead[n] and lam == 0:
             continue  # nothing in it has a gradient
@@ -202,18 +206,23 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
             policy, clipped = policy_loss(
                 logp, old, advantage[n, s, None].expand(mask.shape)[mask], o.eps_low, o.eps_high)
             loss = (w * (policy + lam * kl)).sum()
-            loss.backward()
-            for key, value in zip(seen, (kl, entropy, clipped, loss[None], logp - sampled),
-                                  strict=True):
-                seen[key].append(value.detach())
-    every = {key: torch.cat([rollout.logp.new_zeros(0), *x]) for key, x in seen.items()}
-    tokens = len(every["difference"])
-    return {"loss": float(every["loss"].sum()), "tok/learn": tokens,
+            if w.any():  # else all were left out: no gradient, and so no step
+                loss.backward()
+            told = {"loss": loss[None], "distill/kl": kl}
+            if not dead[n]:
+                told |= {"policy/entropy": entropy, "policy/clip_frac": clipped,
+                         "difference": logp - sampled}
+            for key, value in told.items():
+                seen[key].append(value.detach().double())
+    nothing = rollout.logp.new_zeros(0, dtype=torch.float64)
+    every = {key: torch.cat(seen.get(key, [nothing])) for key in
+             ("loss", "difference", "distill/kl", "policy/entropy", "policy/clip_frac")}
+    return {"loss": float(every.pop("loss").sum()), "tok/learn": len(every["distill/kl"]),
             "reward/dead_group_frac": float(dead.float().mean()),
             "reward/abstained_frac": float(rewards.isnan().float().mean()),
             "mismatch/rejected_frac": float(rejected.float().mean()),
-            **{key: float(every[key].sum()) / max(1, tokens) for key in names},
-            **mismatch(every["difference"])}
+            **mismatch(every.pop("difference")),
+            **{key: float(x.mean()) for key, x in every.items()}}
 
 
 def mismatch(difference: Tensor) -> dict[str, float]:
@@ -221,12 +230,13 @@ def mismatch(difference: Tensor) -> dict[str, float]:
 
     `kl` is the k3 estimate of KL(sampler || learner), E[r - 1 - log r] with r = learner / sampler;
     `ratio_p001`, `p01`, `p05` are the 0.1 %, 1 % and 5 % percentiles of r, `outside_frac` the share
-    of tokens with r outside [0.9, 1.1]."""
+    of tokens with r outside [0.9, 1.1]. All are NaN without a token."""
     d = difference.double() if len(difference) else torch.zeros(1, dtype=torch.float64)
     ratio = d.exp()
     tail = {f"mismatch/ratio_p{name}": float(d.quantile(share).exp())
             for name, share in (("001", 0.001), ("01", 0.01), ("05", 0.05))}
-    return {"mismatch/logp_abs_mean": float(d.abs().mean()),
+    seen = {"mismatch/logp_abs_mean": float(d.abs().mean()),
             "mismatch/logp_abs_max": float(d.abs().max()),
             "mismatch/kl": float((ratio - 1 - d).mean()), "mismatch/ratio_min": float(ratio.min()),
             "mismatch/outside_frac": float(((ratio < 0.9) | (ratio > 1.1)).double().mean()), **tail}
+    return seen if len(difference) else dict.fromkeys(seen, math.nan)

@@ -50,8 +50,8 @@ def open_run(cfg: Config) -> Path:
         elif out.exists() and any(out.iterdir()):
             # A model folder has a config.json too.
             if not cfg.overwrite or '"save_every"' not in (out / "config.json").read_text():
-                raise BadInput(f"--out {out}: exists already; continue a run with --resume, "
-                               "replace it with --overwrite, or name another folder")
+                raise BadInput(f"--out {out}: exists already; continue a run with --resume, replace"
+                               " one (with its config.json) with --overwrite, or name another")
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
         commit = subprocess.getoutput(f'git -C "{Path(__file__).parent}" describe --always --dirty')
@@ -132,9 +132,10 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
     with phase(cfg.device) as learned:
         objective = cfg.objective()
         old_logp = old_policy(model, rollout, objective, cfg.updates_per_rollout)
-        metrics = {}
+        metrics, learnt = {}, 0
         for _ in range(cfg.updates_per_rollout):
             now = backward(model, rollout, rewards, objective, old_logp, teacher)
+            learnt += now.pop("tok/learn")
             now["grad/norm"] = optim.step(finite=math.isfinite(now["loss"]))
             # Of the first update, whose policy is the sampler's, but for what the others add.
             metrics = {**now, **metrics, "policy/clip_frac": now["policy/clip_frac"]}
@@ -151,7 +152,7 @@ def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, 
         "mem/rollout_bytes_peak": rolled["bytes"], "mem/learner_bytes_peak": learned["bytes"],
         "time/rollout_sec": rolled["sec"], "time/learn_sec": learned["sec"],
         "tok/rollout_per_sec": tokens / rolled["sec"],
-        "tok/learn_per_sec": metrics.pop("tok/learn") / learned["sec"]}
+        "tok/learn_per_sec": learnt / learned["sec"]}
     advantage = advantages(rewards, scale=cfg.loss != "dr_grpo")
     samples = [{"step": step + 1, "problem": p.index, "sample": g, "prompt": p.prompt,
                 "completion": texts[n][g], "reward": float(rewards[n, g]),
@@ -170,7 +171,7 @@ def run(cfg: Config) -> None:
     if cfg.steps < first:
         raise BadInput(f"--steps {cfg.steps}: the run has done {first}; expected at least that")
     tok, model = load(cfg, checkpoint)
-    taught = cfg.teacher == "initial" and cfg.lam > 0
+    taught = cfg.teacher == "initial"
     initial = load(cfg)[1] if cfg.control or taught else None
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
     if cfg.prompts > len(train):

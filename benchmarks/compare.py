@@ -5,14 +5,16 @@
 
 Runs that differ in the seed alone form a row, named by the flags that differ. Intervals are
 95 %, Student's t over seeds. A paired difference is to the first row: the same seeds on the same
-problems. Mismatch columns are means over the logged steps, `min ratio` is the least of all. The
-table is Markdown, and ends with the command of each row.
+problems. Mismatch columns are means over the logged steps, `min ratio` is the least of all. Seeds
+`4 of 5`: one run did not finish, and is in the mismatch columns alone. The table is Markdown, and
+ends with the command of each row.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -24,8 +26,10 @@ from config import parse  # noqa: E402
 from errors import BadInput, read_json, run_cli  # noqa: E402
 
 IGNORED = {"seed", "out", "resume", "overwrite", "commit", "torch", "device", "save_every"}
-# 97.5 % quantiles of Student's t with 1 .. 9 degrees of freedom; beyond, the normal one and a bit.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# 97.5 % quantiles of Student's t with 1 .. 10 degrees of freedom; 2.2 beyond is near enough.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262,
+           2.228)
+PROBLEMS = ("task", "data_dir", "shots", "max_prompt")  # say which ones are tested
 CURVES = ("reward/mean", "eval/dense", "eval/evicted", "mismatch/kl", "distill/kl",
           "policy/entropy")
 HEAD = ("runs", "seeds", "steps", "dense before", "dense after", "evicted before", "evicted after",
@@ -39,7 +43,7 @@ def mean_and_half(values: list[float]) -> tuple[float, float]:
     if n == 1:
         return mean, math.nan
     deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
-    return mean, (STUDENT[n - 2] if n <= 10 else 2.2) * deviation / math.sqrt(n)
+    return mean, (STUDENT[n - 2] if n <= 11 else 2.2) * deviation / math.sqrt(n)
 
 
 def spread(values: Iterable[float], sign: str = "") -> str:
@@ -48,17 +52,24 @@ def spread(values: Iterable[float], sign: str = "") -> str:
 
 
 def read_runs(places: list[Path]) -> list[dict]:
-    """Config, summary and log of each run at, or directly below, the places."""
-    folders = [f for p in places for f in ([p] if (p / "config.json").is_file()
-                                           else sorted(p.glob("*/")))
-               if (f / "summary.json").is_file()]
-    if not folders:
-        raise BadInput(f"{', '.join(map(str, places))}: no finished run (config.json and "
-                       "summary.json); name folders that train.py wrote")
-    return [{"folder": f, "config": read_json(f / "config.json"),
-             "summary": read_json(f / "summary.json"),
-             "log": [json.loads(x) for x in (f / "metrics.jsonl").read_text().splitlines()]}
-            for f in folders]
+    """Config, summary and log of each run at, or directly below, the places. A run that did not
+    finish has an empty summary."""
+    runs = []
+    for place in places:
+        folders = [place] if (place / "config.json").is_file() else sorted(
+            f for f in place.glob("*/") if (f / "config.json").is_file())
+        if not folders:
+            raise BadInput(f"{place}: no run there; name folders that train.py wrote")
+        for f in folders:
+            log, summary = f / "metrics.jsonl", f / "summary.json"
+            try:
+                rows = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+                runs.append({"folder": f, "config": read_json(f / "config.json"),
+                             "summary": read_json(summary) if summary.is_file() else {},
+                             "log": [json.loads(x) for x in rows]})
+            except ValueError as e:
+                raise BadInput(f"{log}: {e}; a line was cut; leave the run out") from e
+    return runs
 
 
 def rows_of(runs: list[dict]) -> dict[str, list[dict]]:
@@ -78,10 +89,12 @@ def rows_of(runs: list[dict]) -> dict[str, list[dict]]:
 
 
 def difference(row: list[dict], first: list[dict], cache: str) -> str:
-    """Mean over seeds of the mean over problems of (row - first), seeds in common."""
+    """Mean over seeds of the mean over problems of (row - first), seeds in common; the same
+    problems, or nothing."""
     other, found = {run["config"]["seed"]: run for run in first}, []
     for run in row:
-        if pair := other.get(run["config"]["seed"]):
+        pair = other.get(run["config"]["seed"])
+        if pair and all(pair["config"].get(key) == run["config"].get(key) for key in PROBLEMS):
             a, b = (x["summary"].get(f"scores_after_{cache}", []) for x in (run, pair))
             if len(a) == len(b) > 0:
                 found.append(sum(x - y for x, y in zip(a, b, strict=True)) / len(a))
@@ -90,7 +103,7 @@ def difference(row: list[dict], first: list[dict], cache: str) -> str:
 
 def command(config: dict) -> str:
     """The command line that makes a run, but for its seed and folder."""
-    out = ["--task", config["task"], "--method", config["method"]]
+    out = ["--task", config["task"], "--method", config.get("method", "smd")]
     out += ["--model", config["model"]] if config["model"] else []
     usual = dataclasses.asdict(parse(out, ""))
     for key, value in config.items():
@@ -99,30 +112,32 @@ def command(config: dict) -> str:
         flag = "--" + key.replace("_", "-")
         out += ([flag, str(value)] if not isinstance(value, bool) else
                 [flag if value else flag.replace("--", "--no-")])
-    return " ".join(["python train.py", *out])
+    return f"python train.py {shlex.join(out)}"
 
 
 def table(rows: dict[str, list[dict]]) -> str:
     first = next(iter(rows.values()))
     out = [" | ".join(HEAD), "|".join(["---"] * len(HEAD))]
-    for name, row in rows.items():
-        metric = next((k.removesuffix("_after_dense") for k in row[0]["summary"]
+    for name, every in rows.items():
+        row = [run for run in every if run["summary"]]  # a run that broke off has no end
+        metric = next((k.removesuffix("_after_dense") for run in row for k in run["summary"]
                        if k.endswith("_after_dense")), None)
         if metric is None:
-            raise BadInput(f"{row[0]['folder']}: was run with --limit 0, so there is no accuracy "
-                           "to compare; leave it out")
+            out.append(" | ".join((name, f"0 of {len(every)}", *["-"] * (len(HEAD) - 2))))
+            continue
         ends = [spread(run["summary"][f"{metric}_{when}_{cache}"] for run in row)
                 for cache in ("dense", "evicted") for when in ("before", "after")]
-        logged = {key: [x[f"mismatch/{key}"] for run in row for x in run["log"]
+        logged = {key: [x[f"mismatch/{key}"] for run in every for x in run["log"]
                         if x.get(f"mismatch/{key}") is not None]
                   for key in ("logp_abs_mean", "kl", "ratio_p01", "ratio_min", "rejected_frac")}
-        least = min(logged.pop("ratio_min"), default=math.nan)
         means = [f"{sum(x) / len(x):.2g}" if x else "-" for x in logged.values()]
+        least = f"{min(logged['ratio_min']):.1g}" if logged["ratio_min"] else "-"
         out.append(" | ".join((
-            name, str(len(row)), str(row[0]["config"]["steps"]), *ends,
+            name, f"{len(row)}" + (f" of {len(every)}" if len(every) > len(row) else ""),
+            str(row[0]["config"]["steps"]), *ends,
             difference(row, first, "dense"), difference(row, first, "evicted"), *means[:3],
-            f"{least:.1g}", means[3],
-            f"{sum(run['summary']['seconds'] for run in row) / len(row) / 60:.1f}")))
+            least, means[4],
+            f"{sum(run['summary'].get('seconds', math.nan) for run in row) / len(row) / 60:.1f}")))
     lines = [f"| {x} |" for x in out]
     return "\n".join([*lines, "", *(f"    {command(row[0]['config'])}" for row in rows.values())])
 
@@ -137,7 +152,8 @@ def draw(rows: dict[str, list[dict]], png: Path) -> None:
         raise BadInput("--png: matplotlib is not installed; pip install matplotlib") from None
     png.mkdir(parents=True, exist_ok=True)
     for curve in CURVES:
-        if not any(curve in x for row in rows.values() for run in row for x in run["log"]):
+        if not any(x.get(curve) is not None
+                   for row in rows.values() for run in row for x in run["log"]):
             continue
         figure, axes = pyplot.subplots(figsize=(6, 4))
         for name, row in rows.items():

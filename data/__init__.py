@@ -1,4 +1,4 @@
-"""One module a task: `load`, `reward` and `metrics`, whose first entry is the main one."""
+"""One module a task: `load`, `reward`, and `METRICS` by name, the main one first."""
 
 from data import govreport, gsm8k, hotpotqa, tldr
 

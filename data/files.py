@@ -38,7 +38,7 @@ def read_rows(task: str, split: str, data_dir: str | None, address: str, sha256:
 
     Args:
         sha256: of the downloaded file; None = checked against the MD5 that the server states.
-        parse: makes a row, or raises a LookupError, TypeError, ArithmeticError or ValueError.
+        parse: makes a row, or raises an Arithmetic-, Attribute-, Lookup-, Type- or ValueError.
     Raises:
         BadInput: no file, a broken download, or a row (file:line) that is not as `expected`.
     """
@@ -60,7 +60,7 @@ def read_rows(task: str, split: str, data_dir: str | None, address: str, sha256:
     for number, line in enumerate(whole or lines, start=1):
         try:
             rows.append(parse(line if whole else json.loads(line)))
-        except (ArithmeticError, LookupError, TypeError, ValueError) as e:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
             raise BadInput(f"{path}:{number}: {e!r}; expected {expected}; mend the line") from e
     return rows
 

@@ -30,5 +30,4 @@ def reward(completion: str, problem: Problem) -> float:
     return rouge_l(completion, problem.answer)
 
 
-def metrics(completion: str, problem: Problem) -> dict[str, float]:
-    return {"rouge_l": reward(completion, problem)}
+METRICS = {"rouge_l": reward}

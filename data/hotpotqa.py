@@ -1,7 +1,7 @@
 """HotpotQA, distractor setting: a question, ten paragraphs, two of which hold the answer.
 
 Source: Yang et al., arXiv 1809.09600; hotpotqa.github.io (CC BY-SA 4.0). Rows are the official
-ones, or objects with question, answer and context, a list of {title, text}.
+ones, those of the Hugging Face set, or have a list of {title, text} as context.
 """
 
 from data.files import Problem, read_rows
@@ -27,10 +27,17 @@ def load(split: str, data_dir: str | None, *, shots: int = 0) -> list[Problem]:
 
 def _row(row: dict) -> tuple[str, str, str]:
     """(question, answer, paragraphs)"""
-    paragraphs = [(x["title"], x["text"]) if isinstance(x, dict) else (x[0], "".join(x[1]))
-                  for x in row["context"]]
-    return (row["question"].strip(), row["answer"].strip(),
-            "\n".join(f"{title}: {text.strip()}" for title, text in paragraphs))
+    context, paragraphs = row["context"], []
+    if isinstance(context, dict):
+        context = zip(context["title"], context["sentences"], strict=True)
+    for x in context:
+        title, text = (x["title"], x["text"]) if isinstance(x, dict) else x
+        if isinstance(text, str) != isinstance(x, dict):
+            raise ValueError(f"paragraph {x!r:.60}")
+        paragraphs.append(f"{title}: {''.join(text).strip()}")
+    if not paragraphs:
+        raise ValueError("no paragraphs")
+    return row["question"].strip(), row["answer"].strip(), "\n".join(paragraphs)
 
 
 def answer(completion: str) -> str:
@@ -43,6 +50,8 @@ def reward(completion: str, problem: Problem) -> float:
     return f1(answer(completion), problem.answer)
 
 
-def metrics(completion: str, problem: Problem) -> dict[str, float]:
-    said = answer(completion)
-    return {"f1": f1(said, problem.answer), "em": exact_match(said, problem.answer)}
+def em(completion: str, problem: Problem) -> float:
+    return exact_match(answer(completion), problem.answer)
+
+
+METRICS = {"f1": reward, "em": em}

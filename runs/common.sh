@@ -1,9 +1,11 @@
 # Sourced by the recipes. `cell SEEDS FLAGS...` names one row of a table, `table` trains what of it is
 # missing, JOBS runs at a time (default 1), and prints it. A run that was finished is not done again,
-# and two recipes with a row in common share it: out/runs/FLAGS/SEED.
+# and two recipes with a row in common share it: out/runs/FLAGS/SEED. Remove out/runs after a change
+# of the code or of the model. Flags hold no spaces or quotes.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-.venv/bin/python}
 [ "${JOBS:-1}" = 1 ] || export OMP_NUM_THREADS=1 # on few cores faster than all threads for each
+trap 'exit "${failed:-$?}"' EXIT
 folders=() queue=
 
 cell() {
@@ -19,7 +21,9 @@ table() { # TITLE, flags of compare.py
         [ -f "$1/summary.json" ] && exit
         mkdir -p "$(dirname "$1")"
         "$PYTHON" train.py --out "$@" --overwrite --no-control --save-every 0 > "$1.log" 2>&1 ||
-            { tail -n 1 "$1.log" >&2; exit 1; }' each
+            { tail -n 1 "$1.log" >&2; exit 1; }
+        rm -f "$1"/checkpoint-*/trainer.pt # the state of the optimiser, the larger part' each ||
+        { echo "not every run of this table finished: see above, and the seeds below" >&2; failed=1; }
     printf '\n## %s\n\n' "$1"
     "$PYTHON" benchmarks/compare.py "${folders[@]}" "${@:2}"
     folders=() queue=

@@ -5,9 +5,9 @@
 #   MODEL=FOLDER DATA=FOLDER bash runs/mismatch.sh
 # DATA holds a folder a task with its test.jsonl; without it all but govreport are downloaded.
 set -euo pipefail
+MODEL=$(realpath "${MODEL:?name a checkpoint folder}") DATA=${DATA:+$(realpath "$DATA")}
 cd "$(dirname "$0")/.."
-python=${PYTHON:-.venv/bin/python} out=out/mismatch
-: "${MODEL:?name a checkpoint folder}"
+python=${PYTHON:-.venv/bin/python} out=out/mismatch/$(basename "$MODEL")
 mkdir -p $out
 for task in gsm8k hotpotqa govreport tldr; do
     [ -f $out/$task.jsonl ] && continue

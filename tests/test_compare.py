@@ -61,11 +61,45 @@ def test_intervals():
 
 
 def test_bad_input(runs, tmp_path):
-    with pytest.raises(BadInput, match="no finished run"):
-        compare.read_runs([tmp_path / "empty"])
+    with pytest.raises(BadInput, match="empty: no run there"):
+        compare.read_runs([runs, tmp_path / "empty"])
     write(runs / "again", "smd", 0, [1, 1, 1, 1])
     with pytest.raises(BadInput, match="seeds .* repeat"):
         compare.rows_of(compare.read_runs([runs]))
+
+
+def cells(*lines):
+    return [[x.strip() for x in row.strip("|").split("|")] for row in lines]
+
+
+def test_a_run_that_broke_off_stays_in_the_table(runs):
+    (runs / "smd-1" / "summary.json").unlink()
+    with (runs / "smd-2" / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 3, "mismatch/rejected_frac": 0.75}\n')
+    naive, smd = cells(*compare.table(compare.rows_of(compare.read_runs([runs]))).splitlines()[2:4])
+    assert naive[1] == "3" and smd[1] == "2 of 3" and smd[4].startswith("0.500")
+    assert smd[13] == "0.32"  # (6 x 0.25 + 0.75) / 7
+    for seed in (0, 2):
+        (runs / f"smd-{seed}" / "summary.json").unlink()
+    assert cells(*compare.table(compare.rows_of(compare.read_runs([runs]))).splitlines()[3:4])[0][
+        1:5] == ["0 of 3", "-", "-", "-"]
+    (runs / "smd-0" / "metrics.jsonl").write_text('{"step": 1')
+    with pytest.raises(BadInput, match="metrics.jsonl: .*a line was cut"):
+        compare.read_runs([runs])
+
+
+def test_other_problems_have_no_paired_difference(runs):
+    for seed in range(3):
+        config = runs / f"smd-{seed}" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "shots": 4}))
+    (smd,) = cells(compare.table(compare.rows_of(compare.read_runs([runs]))).splitlines()[3])
+    assert smd[7:9] == ["-", "-"] and smd[4] == "0.583 ±0.717"
+
+
+def test_a_command_that_a_shell_reads():
+    config = {"task": "gsm8k", "model": "/my model", "method": "smd", "keep": 0.3, "control": True}
+    assert compare.command(config) == (
+        "python train.py --task gsm8k --method smd --model '/my model' --keep 0.3 --control")
 
 
 def test_curves(runs, tmp_path):

@@ -147,7 +147,7 @@ def sequence_terms(model, rollout, n, g, temperature=1.0, dense=False, teacher=N
 
 def reference(model, rollout, rewards, loss, lam, *, temperature=1.0, dense=False, ratio=None,
               mean_per_sample=False, teacher=None):
-    """Gradients of the step, and its loss, mean KL and mean entropy."""
+    """Gradients of the step, its loss, mean KL, and mean entropy of the groups that live."""
     N, G, R = rollout.tokens.shape
     total, kls, entropies = 0.0, [], []
     one = torch.ones(())  # weights are float32: 1 / n is rounded once
@@ -170,7 +170,7 @@ def reference(model, rollout, rewards, loss, lam, *, temperature=1.0, dense=Fals
                     policy = -a * c * (logp[t] - logp[t].detach()).exp()
                 total = total + w * (policy + lam * kl[t])
             kls += kl.tolist()
-            entropies += entropy.tolist()
+            entropies += entropy.tolist() if len(set(r)) > 1 else []
     grads = torch.autograd.grad(total, list(model.parameters()))
     return flat(grads), total.item(), statistics.fmean(kls), statistics.fmean(entropies)
 
@@ -237,7 +237,7 @@ def test_token_weights_by_hand(loss, weights, total):
     assert w.sum().item() == pytest.approx(total, abs=1e-7)
     # A sample without tokens leaves the denominator too: 3 sequences, 7 tokens; R stays R.
     w = token_weights(masks([0, 3], [2, 2]), loss)
-    expected = {"grpo": [0, 1 / 9, 1 / 6, 1 / 6], "dapo": [1 / 7] * 4, "dr_grpo": [1 / 12] * 4}
+    expected = {"grpo": [0, 1 / 9, 1 / 6, 1 / 6], "dapo": [1 / 7] * 4, "dr_grpo": [1 / 9] * 4}
     assert gap(w, masks([0, 3], [2, 2]) * torch.tensor(expected[loss]).view(2, 2, 1)) < 1e-8
     assert token_weights(masks([0, 0], [0, 0]), loss).abs().sum() == 0
 
@@ -546,6 +546,39 @@ def test_another_model_teaches(model, rollout, micro):
     assert gap(flat([p.grad for p in model.parameters()]), itself) < 1e-9
 
 
+def test_a_sample_that_lost_nothing_is_taught_as_well(model):
+    """By another teacher, if its group lost keys: gradients do not depend on the split."""
+    budget = Eviction("random", budget=10, evict_every=3, sinks=1, window=2)
+    rollout = sampled(model, budget)
+    lost = torch.stack([(x != NEVER).any(-1).any(-1).any(0) for x in rollout.evict_at])
+    assert (lost.any(1) & ~lost.all(1)).any(), "some sample of a group evicts nothing"
+    found = []
+    for micro in (0, 1):
+        model.zero_grad()
+        metrics = backward(model, rollout, REWARDS, Objective(lam=0.5, micro_samples=micro), None,
+                           tiny_model(seed=1))
+        found.append((flat([p.grad for p in model.parameters()]), metrics["distill/kl"]))
+    assert gap(found[0][0], found[1][0]) < 1e-12 and found[0][1] == pytest.approx(found[1][1])
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.1])
+def test_metrics_are_over_the_groups_with_a_policy_gradient(model, rollout, lam):
+    """Whatever is distilled besides; and NaN, not 0, where there is none."""
+    _, metrics = step_gradient(model, rollout, REWARDS, Objective(lam=lam))
+    live = [n for n in range(3) if len(set(REWARDS[n].tolist())) > 1]
+    assert len(live) == 2
+    entropies = torch.cat([sequence_terms(model, rollout, n, g)[1] for n in live for g in range(4)])
+    assert metrics["policy/entropy"] == pytest.approx(entropies.mean().item(), rel=1e-9)
+    if lam:
+        kls = torch.cat([sequence_terms(model, rollout, n, g)[2] for n in range(3)
+                         for g in range(4)])
+        assert metrics["distill/kl"] == pytest.approx(kls.mean().item(), rel=1e-9)
+    _, metrics = step_gradient(model, rollout, torch.ones(3, 4), Objective(lam=lam))
+    nothing = {key for key, x in metrics.items() if math.isnan(x)}
+    assert {"policy/entropy", "policy/clip_frac", "mismatch/kl", "mismatch/ratio_p01"} <= nothing
+    assert math.isnan(metrics["distill/kl"]) == (lam == 0) and metrics["loss"] >= 0
+
+
 def test_dead_groups_are_skipped_without_lambda(model, rollout, monkeypatch):
     visited = []
 
@@ -578,7 +611,7 @@ def test_nothing_evicted_has_no_distillation(model):
 def test_rewards_that_say_nothing_teach_nothing(model, rollout, loss):
     equal, metrics = step_gradient(model, rollout, torch.full((3, 4), 0.1), Objective(loss, 0.0))
     assert not equal.any() and metrics["loss"] == 0 and metrics["tok/learn"] == 0
-    assert metrics["reward/dead_group_frac"] == 1 and metrics["mismatch/ratio_p01"] == 1
+    assert metrics["reward/dead_group_frac"] == 1 and math.isnan(metrics["mismatch/ratio_p01"])
     pulled, _ = step_gradient(model, rollout, torch.full((3, 4), 0.1), Objective(loss, 0.1))
     assert pulled.abs().max() > 1e-4  # distillation needs no reward
     # Rewards dealt without regard to the response: over both deals the gradient is zero.
@@ -599,7 +632,7 @@ def test_old_log_probs_give_ratios_that_clip(model, rollout):
     down = ~up
     down[1] = False
     clips = ((ratio == 1.5) & up | (ratio == 0.5) & down) & rollout.mask
-    frac = int(clips.sum()) / int(rollout.lengths.sum())
+    frac = int(clips.sum()) / int(rollout.lengths[[0, 2]].sum())  # group 1 is dead
     assert 0.1 < frac < 0.5
     for micro in (0, 1, 3):
         got, metrics = step_gradient(model, rollout, REWARDS, Objective(micro_samples=micro),
@@ -707,10 +740,8 @@ def test_mismatch_by_hand():
     assert tail["mismatch/ratio_p001"] == tail["mismatch/ratio_min"]
     assert tail["mismatch/ratio_min"] == pytest.approx(math.exp(-3), abs=1e-6)
     assert tail["mismatch/ratio_p05"] == 1 and tail["mismatch/outside_frac"] == 0.02
-    assert mismatch(torch.tensor([])) == {
-        "mismatch/logp_abs_mean": 0, "mismatch/logp_abs_max": 0, "mismatch/kl": 0,
-        "mismatch/outside_frac": 0, "mismatch/ratio_min": 1, "mismatch/ratio_p001": 1,
-        "mismatch/ratio_p01": 1, "mismatch/ratio_p05": 1}
+    nothing = mismatch(torch.tensor([]))
+    assert nothing.keys() == m.keys() and all(math.isnan(x) for x in nothing.values())
 
 
 # --- the optimiser -------------------------------------------------------------------------------

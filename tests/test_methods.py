@@ -132,6 +132,43 @@ def test_a_rejected_sample_leaves_numerator_and_denominator(monkeypatch):
     assert (kept - want).abs().max() > 1e-3 * want.abs().max()
 
 
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+def test_left_out_is_out_of_every_denominator(loss):
+    """Rejected or abstaining: the gradient is that of the step without the sample."""
+    model = tiny_model()
+    rollout = sampled(model)
+    some = replace(rollout, tokens=rollout.tokens[:, :3], lengths=rollout.lengths[:, :3],
+                   stopped=rollout.stopped[:, :3], logp=rollout.logp[:, :3],
+                   evict_at=[x[:, :3] for x in rollout.evict_at])
+    rewards = torch.tensor([[1.0, 0.0, 0.5, NAN]]).expand(3, 4)
+    found = []
+    for r, w in ((rollout, rewards), (some, rewards[:, :3])):
+        model.zero_grad()
+        backward(model, r, w, Objective(loss=loss, lam=0.0))
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (found[0] - found[1]).abs().max() < 1e-12 and found[0].abs().max() > 1e-3
+    mask = torch.ones(2, 2, 3, dtype=torch.bool)
+    mask[0, 1] = False
+    weights = grpo.token_weights(mask, loss)
+    assert weights.sum() == pytest.approx(1.0) and not weights[0, 1].any()
+
+
+def test_a_step_whose_samples_are_all_rejected_moves_nothing(monkeypatch):
+    model = tiny_model()
+    optim, rollout = MasterAdamW(model, lr=1e-3, max_grad_norm=1.0), sampled(model)
+    o = Objective(method="sparse-rl")
+    backward(model, rollout, REWARDS, o, old_policy(model, rollout, o))
+    optim.step(finite=True)  # momentum
+    for all_out in (True, False):
+        monkeypatch.setattr(grpo, "MIN_RHO", 1e9 if all_out else 0.0)
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        metrics = backward(model, rollout, REWARDS, o, old_policy(model, rollout, o))
+        optim.step(finite=True)
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert torch.equal(before, after) == all_out
+        assert metrics["mismatch/rejected_frac"] == all_out and metrics["mismatch/kl"] > 0
+
+
 def test_a_nan_reward_abstains():
     rewards = torch.tensor([[1.0, NAN, 0.0, 0.5], [NAN, 0.3, 0.3, NAN], [NAN] * 4, [2.0, 1, 1, 0]])
     a = advantages(rewards, scale=True)
@@ -149,6 +186,7 @@ def test_a_distillation_weight_belongs_to_smd():
     assert parse(["--task", "gsm8k"], "x").lam == 0.1
     assert parse(["--task", "gsm8k"], "x").teacher == grpo.TEACHERS[0]
     assert parse(["--task", "gsm8k", "--method", "naive"], "x").teacher is None
+    assert parse(["--task", "gsm8k", "--lam", "0", "--teacher", "self"], "x").teacher is None
     assert parse(["--task", "gsm8k", "--method", "dense"], "x").objective().method == "dense"
     with pytest.raises(BadInput, match="--updates-per-rollout 0"):
         parse(["--task", "gsm8k", "--updates-per-rollout", "0"], "x")

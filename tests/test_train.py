@@ -128,6 +128,7 @@ def crc(text, problem=None):
 @pytest.fixture
 def varied(monkeypatch):
     monkeypatch.setattr(gsm8k, "reward", crc)
+    monkeypatch.setitem(gsm8k.METRICS, "accuracy", crc)
 
 
 def lines(path):
@@ -236,6 +237,7 @@ import torch, train
 from config import parse
 from data import gsm8k
 gsm8k.reward = lambda text, problem: float(zlib.crc32(text.encode()) & 1)
+gsm8k.METRICS["accuracy"] = gsm8k.reward
 save = torch.save
 def dying(value, path):
     save(value, path)
@@ -511,6 +513,15 @@ def test_rewards_without_a_difference_give_one_warning(go, monkeypatch, capsys, 
     assert (told.out + told.err).count("warning: for 4 steps") == warnings
 
 
+def test_a_metric_that_fails_counts_nothing(go, monkeypatch):
+    monkeypatch.setitem(gsm8k.METRICS, "accuracy",
+                        lambda text, p: 1.0 if p.index == 1 else math.nan if p.index else 1 / 0)
+    with pytest.warns(UserWarning, match="a score raised ZeroDivisionError"):
+        out = go(steps=1, limit=4, eval_every=0)
+    assert summary(out)["scores_after_dense"] == [0.0, 1.0, 0.0, 0.0]
+    assert summary(out)["accuracy_after_dense"] == 0.25
+
+
 def test_rewards_that_fail_abstain_and_the_logs_stay_json(go, monkeypatch):
     def strict(path):
         def refuse(word):
@@ -526,6 +537,7 @@ def test_rewards_that_fail_abstain_and_the_logs_stay_json(go, monkeypatch):
         return math.nan
 
     monkeypatch.setattr(gsm8k, "reward", fails)
+    monkeypatch.setattr("eval.warnings", SimpleNamespace(warn=lambda *a, **k: None))
     out = go(steps=2, control=True, save_every=1)
     rows = strict(out / "metrics.jsonl")
     assert [x["reward/abstained_frac"] for x in rows] == [1.0, 1.0]
