@@ -26,7 +26,8 @@ def flag(default, help: str, choices: typing.Sequence[str] | None = None, *,
 class Config:
     task: str = flag("gsm8k", "what to learn", list(TASKS))
     method: str = flag("smd", "how the learner deals with eviction", list(METHODS))
-    model: str | None = flag(None, "Qwen checkpoint folder", unset="the embedded model")
+    model: str | None = flag(None, "Qwen checkpoint: a folder, or ORG/NAME on the hub",
+                             unset="the embedded model")
     data_dir: str | None = flag(None, "folder of {train,test}.jsonl, or `stories`",
                                 unset="stories for the embedded model, else a download")
     shots: int = flag(0, "solved examples before each question of a real data set")

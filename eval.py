@@ -12,6 +12,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from data import TASKS, stories, texts
 from data.files import Problem
 from errors import BadInput, run_cli
 from eviction import DENSE, Eviction
-from model import DTYPES, Qwen, load_model
+from model import DTYPES, Qwen, find_checkpoint, load_model
 from rollout import Rollout, generate
 from tokenizer import Tokenizer
 
@@ -33,10 +34,10 @@ FLAGS = ("task", "model", "data_dir", "shots", "limit", "max_prompt", "max_new",
 Encoded = list[tuple[Problem, list[int]]]  # problems with their prompt's token ids
 
 
-def load(cfg: Config, folder: str | None = None) -> tuple[Tokenizer, Qwen]:
+def load(cfg: Config, folder: Path | None = None) -> tuple[Tokenizer, Qwen]:
     """Tokenizer and model of a folder; of `cfg.model` or the embedded one if none is named."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward gave NaN with an explicit mask
-    folder = folder or cfg.model or str(stories.MODEL)
+    folder = folder or find_checkpoint(cfg.model or str(stories.MODEL))
     tok = Tokenizer.load(folder)
     model = load_model(folder, dtype=DTYPES[cfg.dtype], device=cfg.device)
     if tok.vocab_size > model.cfg.V:

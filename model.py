@@ -7,12 +7,19 @@ Sources: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388); modules are named
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from errors import BadInput, read_json
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]  # of a checkpoint, all that is read
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -196,6 +204,32 @@ def _shards(folder: Path) -> list[Path]:
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise BadInput(f"{index}: no usable weight_map; expected weight names and their files")
     return [folder / name for name in sorted(set(files.values()))]
+
+
+def find_checkpoint(name: str) -> Path:
+    """The folder of that name, or that of a model ORG/NAME of the Hugging Face hub: its cache,
+    token, mirror and offline mode are huggingface_hub's (HF_HOME, HF_TOKEN, HF_ENDPOINT,
+    HF_HUB_OFFLINE). Weights and tokenizer files alone are fetched, with progress bars.
+
+    Raises: BadInput if there is no such folder and no such model, or it cannot be fetched.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise BadInput(f"--model {name}: no such folder; expected that of a checkpoint, or ORG/NAME"
+                       " for a model of the Hugging Face hub")
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES, ignore_patterns="*/*"))
+    except GatedRepoError as e:
+        why, todo = e, "accept its terms on its page and set HF_TOKEN"
+    except RepositoryNotFoundError as e:
+        why, todo = e, "no folder and no public model has that name: correct it, or set HF_TOKEN"
+    except LocalEntryNotFoundError as e:
+        why, todo = e, "it is not in the cache: connect, or name a downloaded folder"
+    except Exception as e:  # of the network, the disk, the server
+        why, todo = e, "run again, which goes on where this broke off, or name a folder"
+    raise BadInput(f"--model {name}: {str(why).strip().splitlines()[0]} ({type(why).__name__}); "
+                   f"{todo}")
 
 
 def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -> Qwen:
