@@ -68,7 +68,12 @@ class Config:
     loss: str = flag("dapo", "token weighting", list(LOSSES))
     eps_low: float = flag(0.2, "lower clip of the ratio; idle with one update a rollout")
     eps_high: float = flag(0.2, "upper clip of the ratio; idle with one update a rollout")
-    lr: float | None = flag(None, "learning rate of AdamW, constant")
+    lr: float | None = flag(None, "learning rate of AdamW, constant; ten times that with LoRA")
+    lora_rank: int | None = flag(None, "train adapters of this rank on all linear layers of the "
+                                 "blocks, not the weights", unset="no LoRA")
+    lora_alpha: float | None = flag(None, "adapters are scaled by alpha / rank",
+                                    unset="twice the rank")
+    save_merged: bool = flag(False, "LoRA: write a plain checkpoint, too, at the end: OUT/merged")
     max_grad_norm: float = flag(1.0, "gradient norm to clip to")
     micro_samples: int = flag(0, "samples of a group in one backward pass; 0 = all")
     checkpointing: bool | None = flag(None, "recompute blocks in the backward pass")
@@ -82,7 +87,7 @@ class Config:
 
     def __post_init__(self) -> None:
         least = {"group": 2, "prompts": 1, "max_prompt": 1, "max_new": 1, "eval_during": 1,
-                 "updates_per_rollout": 1}
+                 "updates_per_rollout": 1, "lora_rank": 1}
         checked_there = {f.name for f in dataclasses.fields(Eviction)} - {"seed"}
         for f in dataclasses.fields(self):
             if f.name in checked_there:
@@ -94,6 +99,8 @@ class Config:
                 raise BadInput(f"{name} {value}: expected a number of at least {low}{why}")
             if f.name in ("temperature", "max_grad_norm") and value == 0:
                 raise BadInput(f"{name} {value}: expected a positive number")
+        if self.lora_rank is None and (self.lora_alpha is not None or self.save_merged):
+            raise BadInput("--lora-alpha, --save-merged: expected --lora-rank R with them")
         if self.data_dir == "":
             raise BadInput("--data-dir: got an empty name; expected a folder, or leave it out")
         if self.resume and (self.out is None or self.overwrite):
@@ -121,10 +128,15 @@ class Config:
 DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lr": (1e-4, 1e-6), "control": (True, False),
             "checkpointing": (False, True), "dtype": ("float32", "bfloat16")}
 
+LORA_LR = (1e-3, 1e-5)
+
 
 def resolve(cfg: Config) -> Config:
     given = {name: values[cfg.model is not None] for name, values in DEFAULTS.items()
              if getattr(cfg, name) is None}
+    if cfg.lora_rank:
+        given["lora_alpha"] = cfg.lora_alpha or 2 * cfg.lora_rank
+        given |= {"lr": LORA_LR[cfg.model is not None]} if cfg.lr is None else {}
     if cfg.method == "smd":
         given["lam"] = Objective.lam if cfg.lam is None else cfg.lam
         given["teacher"] = (cfg.teacher or TEACHERS[0]) if given["lam"] else None

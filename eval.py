@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import lora
 from config import Config, parse
 from data import TASKS, stories, texts
 from data.files import Problem
-from errors import BadInput, run_cli
+from errors import BadInput, read_json, run_cli
 from eviction import DENSE, Eviction
 from model import DTYPES, Qwen, find_checkpoint, load_model
 from rollout import Rollout, generate
@@ -35,11 +36,17 @@ Encoded = list[tuple[Problem, list[int]]]  # problems with their prompt's token 
 
 
 def load(cfg: Config, folder: Path | None = None) -> tuple[Tokenizer, Qwen]:
-    """Tokenizer and model of a folder; of `cfg.model` or the embedded one if none is named."""
+    """Tokenizer and model of a folder, or of adapters and their base; of `cfg.model` or the
+    embedded one if none is named."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward gave NaN with an explicit mask
     folder = folder or find_checkpoint(cfg.model or str(stories.MODEL))
-    tok = Tokenizer.load(folder)
-    model = load_model(folder, dtype=DTYPES[cfg.dtype], device=cfg.device)
+    tok, base = Tokenizer.load(folder), folder
+    adapted = (folder / lora.CONFIG).is_file()
+    if adapted:
+        base = find_checkpoint(str(read_json(folder / lora.CONFIG).get("base_model_name_or_path")))
+    model = load_model(base, dtype=DTYPES[cfg.dtype], device=cfg.device)
+    if adapted:
+        lora.load_adapters(model, folder)
     if tok.vocab_size > model.cfg.V:
         raise BadInput(f"{folder}: tokenizer of {tok.vocab_size}, model of {model.cfg.V} tokens; "
                        "expected the files of one checkpoint")

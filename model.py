@@ -266,12 +266,14 @@ def load_model(folder: str | Path, *, dtype: torch.dtype, device: str = "cpu") -
     return model
 
 
-def save_model(model: Qwen, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+def save_model(model: Qwen, folder: str | Path, *, dtype: torch.dtype | None = None,
+               state: dict[str, Tensor] | None = None) -> None:
     """Write config.json and model.safetensors into an existing folder, in `dtype` (default: as is);
-    tied embeddings once. Transformers reads it too, with the other files, from `Tokenizer.save`."""
+    tied embeddings once; `state` in place of the model's own, of the same names. Transformers reads
+    it too, with the other files, from `Tokenizer.save`."""
     folder, dtype = Path(folder), dtype or next(model.parameters()).dtype
     state = {_checkpoint_name(k): v.detach().to("cpu", dtype).contiguous()
-             for k, v in model.state_dict().items()}
+             for k, v in (state or model.state_dict()).items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     hf = {k: v for k, v in model.cfg.hf.items() if k not in ("dtype", "torch_dtype")}
     hf["torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -23,7 +23,9 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
+import lora
 from config import Config, parse
+from data.stories import MODEL
 from errors import BadInput, read_json, run_cli
 from eval import Encoded, describe, evaluate, load, load_problems, respond
 from grpo import advantages, backward, old_policy
@@ -63,13 +65,18 @@ def open_run(cfg: Config) -> Path:
 
 
 def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: MasterAdamW,
-                    before: dict | None) -> None:
+                    before: dict | None, base: str | None) -> None:
     """Written aside and renamed, so a kill or a full disk leaves the previous one valid."""
     aside, final = out / "checkpoint.tmp", out / f"checkpoint-{step:06d}"
+    base = base or str(MODEL)
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        save_model(model, aside)
+        if lora.adapters(model):
+            lora.save_adapters(model, aside, base)
+        else:
+            save_model(model, aside)
         tok.save(aside)
         state = {"step": step, "optim": optim.state_dict(), "before": before}
         torch.save(state, aside / "trainer.pt")
@@ -171,8 +178,14 @@ def run(cfg: Config) -> None:
     if cfg.steps < first:
         raise BadInput(f"--steps {cfg.steps}: the run has done {first}; expected at least that")
     tok, model = load(cfg, checkpoint)
-    taught = cfg.teacher == "initial"
-    initial = load(cfg)[1] if cfg.control or taught else None
+    if lora.adapters(model) and not checkpoint:
+        raise BadInput(f"--model {cfg.model}: adapters; train on from a whole model, such as the "
+                       "`merged` that --save-merged writes, or --resume their run")
+    if cfg.lora_rank and not checkpoint:
+        lora.add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed)
+    taught, initial = cfg.teacher == "initial", None
+    if cfg.control or taught:
+        initial = lora.Initial(model) if cfg.lora_rank else load(cfg)[1]
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
     if cfg.prompts > len(train):
         raise BadInput(f"--prompts {cfg.prompts}: expected at most {len(train)} problems")
@@ -221,7 +234,11 @@ def run(cfg: Config) -> None:
                            f"loss or gradient; {out} keeps the last good checkpoint; lower --lr")
         due = done == cfg.steps or (cfg.save_every and done % cfg.save_every == 0)
         if due and not metrics["step/skipped"]:  # else the weights may be what is wrong
-            save_checkpoint(out, done, model, tok, optim, before)
+            save_checkpoint(out, done, model, tok, optim, before, cfg.model)
+    if cfg.save_merged:
+        (out / "merged").mkdir(exist_ok=True)
+        save_model(model, out / "merged", state=lora.merged(model))
+        tok.save(out / "merged")
 
     summary = {"steps": cfg.steps, "n_eval": cfg.limit,
                "skipped_steps": sum(x["step/skipped"] for x in log),
