@@ -124,11 +124,11 @@ def phase(device: str):
 
 
 def batch_of_step(encoded: Encoded, cfg: Config, step: int) -> Encoded:
-    """The prompts of a step: the data in a new order each epoch, a function of (seed, step)."""
-    places = range(step * cfg.prompts, (step + 1) * cfg.prompts)
-    order = {epoch: np.random.default_rng([cfg.seed, epoch]).permutation(len(encoded))
-             for epoch in {place // len(encoded) for place in places}}
-    return [encoded[order[place // len(encoded)][place % len(encoded)]] for place in places]
+    """The prompts of a step: the data in a new order each epoch, a function of (seed, step). No
+    batch holds a prompt twice: what does not fill a batch is left out of the epoch."""
+    epoch, i = divmod(step, len(encoded) // cfg.prompts)
+    order = np.random.default_rng([cfg.seed, epoch]).permutation(len(encoded))
+    return [encoded[j] for j in order[i * cfg.prompts : (i + 1) * cfg.prompts]]
 
 
 def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, cfg: Config,
