@@ -29,8 +29,9 @@ from data.stories import MODEL
 from errors import BadInput, read_json, run_cli
 from eval import Encoded, describe, evaluate, load, load_problems, respond
 from grpo import advantages, backward, old_policy
-from model import Qwen, save_model
+from model import ModelConfig, Qwen, find_checkpoint, save_model
 from optim import MasterAdamW
+from plan import check_memory
 from tokenizer import Tokenizer
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row that end a run
@@ -177,20 +178,24 @@ def run(cfg: Config) -> None:
     first = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
     if cfg.steps < first:
         raise BadInput(f"--steps {cfg.steps}: the run has done {first}; expected at least that")
-    tok, model = load(cfg, checkpoint)
-    if lora.adapters(model) and not checkpoint:
+    folder = find_checkpoint(cfg.model or str(MODEL))
+    if (folder / lora.CONFIG).is_file():
         raise BadInput(f"--model {cfg.model}: adapters; train on from a whole model, such as the "
                        "`merged` that --save-merged writes, or --resume their run")
-    if cfg.lora_rank and not checkpoint:
-        lora.add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed)
-    taught, initial = cfg.teacher == "initial", None
-    if cfg.control or taught:
-        initial = lora.Initial(model) if cfg.lora_rank else load(cfg)[1]
+    tok = Tokenizer.load(folder)
     train, test = (load_problems(cfg, split, tok) for split in ("train", "test"))
     if cfg.prompts > len(train):
         raise BadInput(f"--prompts {cfg.prompts}: expected at most {len(train)} problems")
     if cfg.eval_every and cfg.eval_during > len(test):
         raise BadInput(f"--eval-during {cfg.eval_during}: expected at most {len(test)} problems")
+    shape = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    needs = check_memory(cfg, shape, max(len(ids) for _, ids in train))
+    tok, model = load(cfg, checkpoint)
+    if cfg.lora_rank and not checkpoint:
+        lora.add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed)
+    taught, initial = cfg.teacher == "initial", None
+    if cfg.control or taught:
+        initial = lora.Initial(model) if cfg.lora_rank else load(cfg)[1]
     model.checkpointing = cfg.checkpointing
     optim = MasterAdamW(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm)
     out, log, before, warned = open_run(cfg), [], None, False
@@ -203,7 +208,7 @@ def run(cfg: Config) -> None:
     if cfg.model is None and cfg.data_dir is None:
         print(f"the model embedded in data/ learns on generated {cfg.task} problems; for a real "
               "Qwen2.5 or Qwen3 checkpoint on real ones: --model FOLDER")
-    print(json.dumps(dataclasses.asdict(cfg)), flush=True)
+    print(f"{json.dumps(dataclasses.asdict(cfg))}\n{needs}", flush=True)
     if cfg.limit and before is None:
         before = evaluate(model, tok, test[: cfg.limit], cfg)
         print("before: " + describe(before), flush=True)

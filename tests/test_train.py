@@ -995,7 +995,8 @@ def test_commands_that_are_written_down(file, words, tiny, rows, tmp_path, monke
         assert summary(tmp_path / "run")["steps"] == 1
     elif script == "eval.py":
         parse(argv, "x", evaluation.FLAGS)
-    elif script in ("show.py", "benchmarks/mismatch.py", "benchmarks/reasoning.py"):
+    elif script in ("show.py", "benchmarks/mismatch.py", "benchmarks/reasoning.py",
+                    "benchmarks/memory_plan.py"):
         program = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         parse(argv, "x", program.FLAGS, getattr(program, "Flags", Config))
     else:
