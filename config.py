@@ -14,6 +14,7 @@ from errors import BadInput
 from eviction import LAYER_BUDGETS, POLICIES, Eviction
 from grpo import LOSSES, METHODS, TEACHERS, Objective
 from model import DTYPES
+from optim import OPTIMIZERS
 
 
 def flag(default, help: str, choices: typing.Sequence[str] | None = None, *,
@@ -68,7 +69,9 @@ class Config:
     loss: str = flag("dapo", "token weighting", list(LOSSES))
     eps_low: float = flag(0.2, "lower clip of the ratio; idle with one update a rollout")
     eps_high: float = flag(0.2, "upper clip of the ratio; idle with one update a rollout")
-    lr: float | None = flag(None, "learning rate of AdamW, constant; ten times that with LoRA")
+    optimizer: str = flag("adamw", "adamw, or plain sgd, which needs a larger --lr and no memory",
+                          list(OPTIMIZERS))
+    lr: float | None = flag(None, "learning rate, constant; ten times that with LoRA")
     lora_rank: int | None = flag(None, "train adapters of this rank on all linear layers of the "
                                  "blocks, not the weights", unset="no LoRA")
     lora_alpha: float | None = flag(None, "adapters are scaled by alpha / rank",

@@ -1,4 +1,4 @@
-"""AdamW on float32 master weights, with gradient clipping.
+"""AdamW, or SGD, on float32 master weights, with gradient clipping.
 
 bfloat16 rounds away an update of 1e-6 on a weight of 0.01, or a small gradient in a large sum. So
 masters and gradient sums are float32; the network's weights are a rounded copy, or the masters.
@@ -7,10 +7,13 @@ masters and gradient sums are float32; the network's weights are a rounded copy,
 import torch
 from torch import Tensor, nn
 
+OPTIMIZERS = ("adamw", "sgd")
 
-class MasterAdamW:
-    """Use: `backward()` any number of times, then `step()`."""
-    def __init__(self, model: nn.Module, *, lr: float, max_grad_norm: float):
+
+class MasterOptimizer:
+    """Use: `backward()` any number of times, then `step()`. `sgd` has no momentum and no state."""
+
+    def __init__(self, model: nn.Module, *, lr: float, max_grad_norm: float, kind: str = "adamw"):
         self.max_grad_norm, self.masters, self.rounded = max_grad_norm, [], []
         for p in (p for p in model.parameters() if p.requires_grad):
             if p.dtype.itemsize < 4:
@@ -19,7 +22,8 @@ class MasterAdamW:
                 self.rounded.append((p, master))
                 p = master
             self.masters.append(p)
-        self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = (torch.optim.SGD(self.masters, lr=lr) if kind == "sgd" else
+                          torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0))
 
     @torch.no_grad()
     def step(self, finite: bool = True) -> float:
@@ -27,18 +31,19 @@ class MasterAdamW:
         by the caller's word the loss, is not finite, no weight and no moment changes."""
         norm = float(nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm))
         if finite and norm < float("inf"):
-            self.adamw.step()
+            self.optimizer.step()
             for p, master in self.rounded:
                 p.copy_(master)
-        self.adamw.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def state_dict(self) -> dict:
-        return {"adamw": self.adamw.state_dict(), "masters": [m.detach() for _, m in self.rounded]}
+        return {"optimizer": self.optimizer.state_dict(),
+                "masters": [m.detach() for _, m in self.rounded]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        self.adamw.load_state_dict(state["adamw"])
+        self.optimizer.load_state_dict(state["optimizer"])
         for (_, master), saved in zip(self.rounded, state["masters"], strict=True):
             master.copy_(saved)
 

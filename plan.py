@@ -63,7 +63,8 @@ def memory_plan(cfg: Config, s: ModelConfig, P: int) -> Plan:
     second = not cfg.lora_rank and (cfg.teacher == "initial" or cfg.control)
     always = {"Python, torch": RUNTIME.get(cfg.device, 0), "weights": n * b,
               "initial model": n * b * second, "adapters": 4 * trained * bool(cfg.lora_rank),
-              "masters": 4 * trained * (b < 4 and not cfg.lora_rank), "AdamW": 8 * trained}
+              "masters": 4 * trained * (b < 4 and not cfg.lora_rank),
+              "AdamW": 8 * trained * (cfg.optimizer == "adamw")}
     evicting = DENSE if cfg.method == "dense" else cfg.eviction()
     rollout = {"KV cache": kv_bytes(cfg, s, P, evicting),
                "prefill": P * (4 * s.C + 2 * (s.Hq + s.Hkv) * s.D + 3 * s.ffn) * b,

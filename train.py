@@ -30,7 +30,7 @@ from errors import BadInput, read_json, run_cli
 from eval import Encoded, describe, evaluate, load, load_problems, respond
 from grpo import advantages, backward, old_policy
 from model import ModelConfig, Qwen, find_checkpoint, save_model
-from optim import MasterAdamW
+from optim import MasterOptimizer
 from plan import check_memory
 from tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ def open_run(cfg: Config) -> Path:
     return out
 
 
-def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: MasterAdamW,
+def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: MasterOptimizer,
                     before: dict | None, base: str | None) -> None:
     """Written aside and renamed, so a kill or a full disk leaves the previous one valid."""
     aside, final = out / "checkpoint.tmp", out / f"checkpoint-{step:06d}"
@@ -132,7 +132,7 @@ def batch_of_step(encoded: Encoded, cfg: Config, step: int) -> Encoded:
     return [encoded[j] for j in order[i * cfg.prompts : (i + 1) * cfg.prompts]]
 
 
-def train_step(model: Qwen, optim: MasterAdamW, tok: Tokenizer, batch: Encoded, cfg: Config,
+def train_step(model: Qwen, optim: MasterOptimizer, tok: Tokenizer, batch: Encoded, cfg: Config,
                step: int, teacher: Qwen | None = None) -> tuple[dict, list[dict]]:
     """The updates of one rollout; returns its metrics and its samples. See `grpo.backward`."""
     with phase(cfg.device) as rolled:
@@ -197,7 +197,7 @@ def run(cfg: Config) -> None:
     if cfg.control or taught:
         initial = lora.Initial(model) if cfg.lora_rank else load(cfg)[1]
     model.checkpointing = cfg.checkpointing
-    optim = MasterAdamW(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm)
+    optim = MasterOptimizer(model, lr=cfg.lr, max_grad_norm=cfg.max_grad_norm, kind=cfg.optimizer)
     out, log, before, warned = open_run(cfg), [], None, False
     if checkpoint:
         saved = torch.load(checkpoint / "trainer.pt", map_location=cfg.device)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eviction import DENSE, Eviction  # noqa: E402
 from grpo import Objective, backward, group_terms, old_policy  # noqa: E402
 from model import ModelConfig, Qwen  # noqa: E402
-from optim import MasterAdamW  # noqa: E402
+from optim import MasterOptimizer  # noqa: E402
 from rollout import Rollout, generate  # noqa: E402
 from train import phase  # noqa: E402
 
@@ -120,7 +120,7 @@ def steps(shape: str, device: str):
     P, G, R, *_ = SIZES[shape]
     model = random_model(shape, torch.bfloat16, device)
     model.checkpointing = True
-    optim = MasterAdamW(model, lr=1e-6, max_grad_norm=1.0)
+    optim = MasterOptimizer(model, lr=1e-6, max_grad_norm=1.0)
     rewards = torch.arange(2.0 * G, device=device).view(2, G)
     for method in ("dense", "naive", "smd, lambda 0", "smd"):
         o = Objective(method=method.partition(",")[0], lam=0.1 if method == "smd" else 0.0)

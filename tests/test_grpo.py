@@ -31,7 +31,7 @@ from grpo import (
     token_weights,
 )
 from model import ModelConfig, Qwen
-from optim import MasterAdamW
+from optim import MasterOptimizer
 from rollout import Rollout, generate
 
 torch.set_num_threads(1)
@@ -706,7 +706,7 @@ def test_the_rewarded_tokens_rise_and_not_those_one_position_on():
                 logp=torch.full((1, 2, 2), -math.log(4), dtype=F64),
                 evict_at=[torch.full((0, 2, 2, 3), NEVER, dtype=torch.int32)],
                 kv_bytes_peak=0, kv_bytes_dense=0)
-    optim = MasterAdamW(model, lr=0.01, max_grad_norm=1.0)
+    optim = MasterOptimizer(model, lr=0.01, max_grad_norm=1.0)
     metrics = backward(model, r, torch.tensor([[1.0, 0.0]]), Objective("dr_grpo", lam=0.0))
     assert metrics["mismatch/logp_abs_max"] < 1e-12
     # columns: after 0, after 1, after 2 (never a context), after 3; rows: next token
@@ -762,7 +762,7 @@ def test_small_updates_move_bfloat16_weights_in_the_end():
     """Near 0.01 bfloat16 steps by 2^-14 = 6.1e-5: 31 updates of 1e-6 make half of that."""
     start, ulp = 0.009765625, 2.0**-14  # 1.25 * 2^-7
     net = Weights(start, dtype=torch.bfloat16)
-    optim = MasterAdamW(net, lr=1e-6, max_grad_norm=1.0)
+    optim = MasterOptimizer(net, lr=1e-6, max_grad_norm=1.0)
     control = nn.Parameter(torch.tensor([start], dtype=torch.bfloat16))
     plain = torch.optim.AdamW([control], lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, 101):
@@ -779,7 +779,7 @@ def test_small_updates_move_bfloat16_weights_in_the_end():
 
 def test_gradients_add_up_in_float32():
     net, control = (Weights(1.0, dtype=torch.bfloat16) for _ in range(2))
-    optim = MasterAdamW(net, lr=1e-6, max_grad_norm=1.0)
+    optim = MasterOptimizer(net, lr=1e-6, max_grad_norm=1.0)
     for each in (net, control):
         each.push(1.0)
         for _ in range(256):
@@ -792,7 +792,7 @@ def test_gradients_add_up_in_float32():
 
 def test_masters_of_a_model_with_tied_weights():
     model = tiny_model(torch.bfloat16)
-    optim = MasterAdamW(model, lr=1e-3, max_grad_norm=1.0)
+    optim = MasterOptimizer(model, lr=1e-3, max_grad_norm=1.0)
     assert len(optim.masters) == len(list(model.parameters()))
     before = flat(model.parameters()).clone()
     backward(model, sampled(model), REWARDS.float(), Objective())
@@ -802,19 +802,20 @@ def test_masters_of_a_model_with_tied_weights():
     assert (after != before).float().mean() > 0.05
     assert torch.equal(after, flat(optim.masters).bfloat16())
     wide = tiny_model(torch.float32)
-    assert all(a is b for a, b in zip(MasterAdamW(wide, lr=1e-3, max_grad_norm=1.0).masters,
+    assert all(a is b for a, b in zip(MasterOptimizer(wide, lr=1e-3, max_grad_norm=1.0).masters,
                                       wide.parameters(), strict=True))
     wide.norm.weight.requires_grad_(False)
-    assert not any(p is wide.norm.weight for p in MasterAdamW(wide, lr=1, max_grad_norm=1).masters)
+    masters = MasterOptimizer(wide, lr=1, max_grad_norm=1).masters
+    assert not any(p is wide.norm.weight for p in masters)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
 def test_clipping_and_the_first_update_by_hand(dtype):
     net = Weights(2.0, 4.0, 1.0, dtype=dtype)
-    optim = MasterAdamW(net, lr=0.5, max_grad_norm=1.0)
+    optim = MasterOptimizer(net, lr=0.5, max_grad_norm=1.0)
     net.push(3.0, -4.0, 0.0)
     assert optim.step() == pytest.approx(5.0, rel=1e-6)  # before clipping to (0.6, -0.8, 0)
-    state = optim.adamw.state[optim.masters[0]]
+    state = optim.optimizer.state[optim.masters[0]]
     assert state["exp_avg"].tolist() == pytest.approx([0.06, -0.08, 0.0], abs=1e-6)
     assert state["exp_avg_sq"].tolist() == pytest.approx([0.018, 0.032, 0.0], abs=1e-6)
     # the first step of Adam is lr * sign; no gradient, no move: no weight decay
@@ -826,10 +827,22 @@ def test_clipping_and_the_first_update_by_hand(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sgd_by_hand(dtype):
+    net = nn.Module()
+    net.w = nn.Parameter(torch.tensor([1.0, -2.0], dtype=dtype))
+    optim = MasterOptimizer(net, lr=0.25, max_grad_norm=1.0, kind="sgd")
+    for _ in range(2):
+        (net.w * torch.tensor([3.0, 4.0], dtype=dtype)).sum().backward()
+        assert optim.step() == pytest.approx(5.0)  # clipped to [0.6, 0.8]
+    assert gap(optim.masters[0], torch.tensor([1 - 0.5 * 0.6, -2 - 0.5 * 0.8])) < 1e-6
+    assert not optim.optimizer.state
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bad, finite", [(math.nan, True), (math.inf, True), (1.0, False)])
 def test_a_step_that_is_not_finite_changes_nothing(dtype, bad, finite):
     nets = [Weights(1.0, -2.0, dtype=dtype) for _ in range(2)]
-    optims = [MasterAdamW(net, lr=0.1, max_grad_norm=1.0) for net in nets]
+    optims = [MasterOptimizer(net, lr=0.1, max_grad_norm=1.0) for net in nets]
     for step in range(4):
         if step == 2:  # the first alone has a bad step in between
             nets[0].push(bad, 0.5)
@@ -841,7 +854,7 @@ def test_a_step_that_is_not_finite_changes_nothing(dtype, bad, finite):
             assert math.isfinite(optim.step())
         assert torch.equal(optims[0].masters[0], optims[1].masters[0])
         assert torch.equal(nets[0].w, nets[1].w)
-        a, b = (o.adamw.state[o.masters[0]] for o in optims)
+        a, b = (o.optimizer.state[o.masters[0]] for o in optims)
         assert all(torch.equal(a[key], b[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
@@ -853,7 +866,7 @@ def test_a_saved_state_continues_bit_for_bit(dtype):
             optim.step()
 
     whole = Weights(0.01, -0.5, 3.0, dtype=dtype)
-    optim = MasterAdamW(whole, lr=1e-4, max_grad_norm=0.5)
+    optim = MasterOptimizer(whole, lr=1e-4, max_grad_norm=0.5)
     steps(whole, optim, 0, 8)
     file = io.BytesIO()
     torch.save({"net": whole.state_dict(), "optim": optim.state_dict()}, file)
@@ -864,7 +877,7 @@ def test_a_saved_state_continues_bit_for_bit(dtype):
         saved = torch.load(file, weights_only=True)
         net = Weights(0.0, 0.0, 0.0, dtype=dtype)
         net.load_state_dict(saved["net"])
-        again = MasterAdamW(net, lr=1e-4, max_grad_norm=0.5)
+        again = MasterOptimizer(net, lr=1e-4, max_grad_norm=0.5)
         new = again.state_dict()
         again.load_state_dict({k: new[k] if k in drop else v for k, v in saved["optim"].items()})
         steps(net, again, 8, 40)

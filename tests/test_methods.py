@@ -14,7 +14,7 @@ from config import parse
 from errors import BadInput
 from eviction import DENSE, NEVER
 from grpo import METHODS, Objective, advantages, backward, dead_groups, old_policy, sparse_rl
-from optim import MasterAdamW
+from optim import MasterOptimizer
 
 NAN = math.nan
 
@@ -33,7 +33,7 @@ def test_nothing_evicted_makes_the_methods_one(updates):
     for method in METHODS:
         for lam in (0.0, 0.7) if method == "smd" else (0.0,):
             model = tiny_model(torch.float32)
-            optim = MasterAdamW(model, lr=1e-3, max_grad_norm=1.0)
+            optim = MasterOptimizer(model, lr=1e-3, max_grad_norm=1.0)
             o = Objective(method=method, lam=lam)
             for step in range(3):
                 rollout = sampled(model, DENSE, step=step)
@@ -155,7 +155,7 @@ def test_left_out_is_out_of_every_denominator(loss):
 
 def test_a_step_whose_samples_are_all_rejected_moves_nothing(monkeypatch):
     model = tiny_model()
-    optim, rollout = MasterAdamW(model, lr=1e-3, max_grad_norm=1.0), sampled(model)
+    optim, rollout = MasterOptimizer(model, lr=1e-3, max_grad_norm=1.0), sampled(model)
     o = Objective(method="sparse-rl")
     backward(model, rollout, REWARDS, o, old_policy(model, rollout, o))
     optim.step(finite=True)  # momentum

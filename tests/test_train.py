@@ -224,7 +224,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(go, varied, monkeypatch, dty
 def test_control_a_resume_that_loses_the_optimiser_differs(go, varied, monkeypatch, dtype):
     whole = go("whole", steps=6, dtype=dtype)
     part = go("part", steps=3, dtype=dtype)
-    monkeypatch.setattr(train.MasterAdamW, "load_state_dict", lambda self, state: None)
+    monkeypatch.setattr(train.MasterOptimizer, "load_state_dict", lambda self, state: None)
     go("part", steps=6, dtype=dtype, resume=True)
     assert weights(last(whole)) != weights(last(part))
     other = go("other", steps=6, dtype=dtype, seed=1)
@@ -389,7 +389,7 @@ def broken(monkeypatch, varied):
 
         def snapshot(model, optim):
             return [[p.detach().clone() for p in model.parameters()],
-                    [x.clone() for s in optim.adamw.state.values() for x in s.values()]]
+                    [x.clone() for s in optim.optimizer.state.values() for x in s.values()]]
 
         def step(model, optim, tok, batch, cfg, step, teacher):
             now[0] = step + 1
