@@ -82,7 +82,8 @@ class Config:
     checkpointing: bool | None = flag(None, "recompute blocks in the backward pass")
     control: bool | None = flag(None, "also reward the untrained model on each step's prompts")
     dtype: str | None = flag(None, "of weights and products", list(DTYPES))
-    device: str = flag("auto", "auto, cpu or cuda", ["auto", "cpu", "cuda"])
+    device: str = flag("auto", "auto (cuda if there is one, else cpu), cpu, cuda or mps",
+                       ["auto", "cpu", "cuda", "mps"])
     limit: int = flag(256, "test problems, before and after training; 0 = no evaluation")
     eval_every: int = flag(20, "steps between evaluations during training; 0 = none")
     eval_during: int = flag(64, "test problems of an evaluation during training")
@@ -114,8 +115,9 @@ class Config:
             if getattr(self, name) is not None and self.method != "smd":
                 raise BadInput(f"--{name} {getattr(self, name)}: --method {self.method} distils "
                                "nothing; leave it out, or use --method smd")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise BadInput("--device cuda: torch sees no CUDA device; use --device cpu")
+        there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+        if self.device in there and not there[self.device]():
+            raise BadInput(f"--device {self.device}: torch sees no such device; use --device cpu")
         self.eviction()  # checks its own flags
 
     def eviction(self) -> Eviction:

@@ -213,9 +213,9 @@ def backward(model: Qwen, rollout: Rollout, rewards: Tensor, objective: Objectiv
                 told |= {"policy/entropy": entropy, "policy/clip_frac": clipped,
                          "difference": logp - sampled}
             for key, value in told.items():
-                seen[key].append(value.detach().double())
-    nothing = rollout.logp.new_zeros(0, dtype=torch.float64)
-    every = {key: torch.cat(seen.get(key, [nothing])) for key in
+                seen[key].append(value.detach())
+    nothing = rollout.logp.new_zeros(0)
+    every = {key: torch.cat(seen.get(key, [nothing])).cpu().double() for key in
              ("loss", "difference", "distill/kl", "policy/entropy", "policy/clip_frac")}
     return {"loss": float(every.pop("loss").sum()), "tok/learn": len(every["distill/kl"]),
             "reward/dead_group_frac": float(dead.float().mean()),

@@ -50,7 +50,7 @@ def choose(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tenso
     """Pick a token a row: int64 (B,), and its log-prob (B,) in the dtype of the logits (B, V).
     Args:
         temperature: 0 = greedy, whose log-prob is reported at temperature 1.
-        u: (B,) float64 in [0, 1).
+        u: (B,) float64 in [0, 1), on the CPU where the device has no float64.
     """
     logp = (logits / (temperature or 1.0)).log_softmax(-1)
     if logp.isnan().any():
@@ -58,10 +58,10 @@ def choose(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tenso
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        cdf = logp.double().exp().cumsum(-1)
+        cdf = logp.to(u.device, torch.float64).exp().cumsum(-1)
         # Scaled by the last entry, which rounding leaves beside 1, so u < 1 always finds a token
         # of positive probability.
-        token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
+        token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0].to(logp.device)
     return token, logp.gather(-1, token[:, None])[:, 0]
 
 
@@ -93,7 +93,7 @@ def generate(model: Qwen, prompts: Sequence[Sequence[int]], *, sequence: Sequenc
     logits = model.logits(torch.cat(hidden)).repeat_interleave(G, dim=0)  # (B, V)
 
     u = torch.tensor(np.stack([uniforms(seed, step, s, g, R) for s in sequence for g in range(G)]),
-                     device=device)
+                     device="cpu" if device.type == "mps" else device)
     pos = torch.tensor(lens, device=device).repeat_interleave(G)  # of the token about to be sampled
     stops = torch.tensor(sorted(stop_ids), device=device)
     tokens = torch.zeros(B, R, dtype=torch.int64, device=device)
