@@ -32,6 +32,7 @@ class Config:
     data_dir: str | None = flag(None, "folder of {train,test}.jsonl, or `stories`",
                                 unset="stories for the embedded model, else a download")
     shots: int = flag(0, "solved examples before each question of a real data set")
+    thinking: bool = flag(False, "let a hybrid Qwen3 think before it answers")
     out: str | None = flag(None, "folder of the run", unset="a new out/<task>-<time>")
     resume: bool = flag(False, "continue the run in --out")
     overwrite: bool = flag(False, "delete the run in --out first")

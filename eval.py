@@ -29,8 +29,8 @@ from tokenizer import Tokenizer
 
 BATCH = 64  # prompts decoded together
 SCHEDULE = tuple(f.name for f in dataclasses.fields(Eviction))
-FLAGS = ("task", "model", "data_dir", "shots", "limit", "max_prompt", "max_new", "dtype", "device",
-         *SCHEDULE)
+FLAGS = ("task", "model", "data_dir", "shots", "thinking", "limit", "max_prompt", "max_new", "dtype",
+         "device", *SCHEDULE)
 
 Encoded = list[tuple[Problem, list[int]]]  # problems with their prompt's token ids
 
@@ -67,13 +67,13 @@ def load_problems(cfg: Config, split: str, tok: Tokenizer) -> Encoded:
         problems = TASKS[cfg.task].load(split, cfg.data_dir, shots=cfg.shots)
     encoded, cut = [], 0
     for p in problems:
-        ids = tok.chat(p.prompt)
+        ids = tok.chat(p.prompt, thinking=cfg.thinking)
         if p.document and len(ids) > cfg.max_prompt:
             document, cut = tok.encode(p.document), cut + 1
             room = len(document) - (len(ids) - cfg.max_prompt)
             while room > 0 and len(ids) > cfg.max_prompt:  # at the seam tokens may merge otherwise
                 p = dataclasses.replace(p, document=tok.decode(document[:room]).rstrip("\ufffd"))
-                ids, room = tok.chat(p.prompt), room - 1
+                ids, room = tok.chat(p.prompt, thinking=cfg.thinking), room - 1
         if len(ids) > cfg.max_prompt:
             raise BadInput(f"{split} problem {p.index}: prompt of {len(ids)} tokens; expected at "
                            f"most --max-prompt {cfg.max_prompt}; raise it"

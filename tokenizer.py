@@ -68,7 +68,7 @@ class Tokenizer:
         """Text of `ids`, invalid UTF-8 replaced. Control ids and unknown (padded) ids have none."""
         return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
-    def chat(self, user: str, *, system: str | None = None) -> list[int]:
+    def chat(self, user: str, *, system: str | None = None, thinking: bool = False) -> list[int]:
         """Ids of one user turn, up to and with the assistant's header. `system` None means the
         template's default prompt, if it has one. BadInput: the template is not Qwen's."""
         names = ["<|im_start|>", "<|im_end|>"]
@@ -85,7 +85,7 @@ class Tokenizer:
         for turn in turns:  # encoded whole: the "\n" after a role merges with newlines of the text
             ids += [start, *self.encode(turn), end, *self.encode("\n")]
         ids += [start, *self.encode("assistant\n")]
-        for mark in think:  # an empty block of thoughts: thinking is off
+        for mark in () if thinking else think:  # an empty block of thoughts: thinking is off
             ids += [mark, *self.encode("\n\n")]
         return ids
 

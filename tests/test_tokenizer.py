@@ -145,11 +145,11 @@ def transformers_of(folder):
     return transformers.AutoTokenizer.from_pretrained(str(folder))
 
 
-def chat_of(hf, user, system):
+def chat_of(hf, user, system, thinking=False):
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": user})
     return hf.apply_chat_template(
-        messages, add_generation_prompt=True, enable_thinking=False, return_dict=False
+        messages, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
     )
 
 
@@ -222,11 +222,13 @@ def test_chat_equals_the_template(folder, template, in_file):
     for system in (None, "", "You're terse.\n", "\n\n7 rules"):
         for user in ("What is 12 + 30?", "", "\n\nfoo \r\n", "  cafe\u0301 👍🏽\t"):
             assert ours.chat(user, system=system) == chat_of(hf, user, system), (user, system)
+            assert ours.chat(user, system=system, thinking=True) == chat_of(hf, user, system, True)
 
     default = "Reason, don't \"guess\": \\boxed{é}.\nBe brief."
     # Negative control: the families do differ, so the equality above is not one of empty features.
     assert (default in ours.decode(ours.chat("x"))) == (template is not QWEN3)
     assert (ours.control["<think>"] in ours.chat("x")) == (template is QWEN3)
+    assert ours.control["<think>"] not in ours.chat("x", thinking=True)
     assert ours.chat("x", system="y") != ours.chat("x")
 
 
