@@ -29,8 +29,8 @@ from tokenizer import Tokenizer
 
 BATCH = 64  # prompts decoded together
 SCHEDULE = tuple(f.name for f in dataclasses.fields(Eviction))
-FLAGS = ("task", "model", "data_dir", "shots", "thinking", "limit", "max_prompt", "max_new", "dtype",
-         "device", *SCHEDULE)
+FLAGS = ("task", "model", "data_dir", "shots", "thinking", "limit", "max_prompt", "max_new",
+         "dtype", "device", *SCHEDULE)
 
 Encoded = list[tuple[Problem, list[int]]]  # problems with their prompt's token ids
 
