@@ -5,7 +5,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import big_checkpoint, gpu_check
+from data import stories
+from errors import BadInput
+from model import load_model
 
 
 @pytest.mark.parametrize("shape, device", [
@@ -17,6 +20,18 @@ def test_every_check_is_fine(shape, device, monkeypatch, capsys):
     assert gpu_check.main() == 0
     table = capsys.readouterr().out.partition("| check | seen | fine |")[2]
     assert table.count("| yes |") == 12 and "NO" not in table
+
+
+def test_a_big_checkpoint_is_written_in_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(big_checkpoint, "SHARD_BYTES", 10**5)
+    big_checkpoint.write("tiny", stories.MODEL, tmp_path)
+    shards = list(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2 and max(p.stat().st_size for p in shards) < 10**5 + 10**4
+    model = load_model(tmp_path, dtype=torch.bfloat16)
+    assert 0.019 < model.layers[2].mlp.up_proj.weight.float().std() < 0.021
+    (tmp_path / shards[1].name).unlink()
+    with pytest.raises(BadInput, match=shards[1].name):
+        load_model(tmp_path, dtype=torch.bfloat16)
 
 
 def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch, capsys):
