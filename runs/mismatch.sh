@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # results/mismatch_real.md: how far sampler and learner are apart on a real checkpoint, 4 tasks x 4
 # policies x 3 shares, 2 prompts x 4 samples x 48 tokens, float32.
-# Hardware: 2 CPU cores, 8 GB. Minutes: MINUTES for a 0.5 B model.
+# Hardware: one CPU core, 8 GB. Minutes: 105 for a 0.5 B model, on a busy machine.
 #   MODEL=FOLDER DATA=FOLDER bash runs/mismatch.sh
 # DATA holds a folder a task with its test.jsonl; without it all but govreport are downloaded.
 set -euo pipefail

@@ -206,7 +206,8 @@ def test_an_interrupt_is_no_traceback(rows):
     assert run.returncode == 130 and "Traceback" not in error
 
 
-@pytest.mark.parametrize("page", ["README.md", "results/embedded.md", "results/mismatch.md"])
+@pytest.mark.parametrize("page", ["README.md", "results/embedded.md", "results/mismatch.md",
+                                  "results/mismatch_real.md"])
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
     links = [x for x in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in x]
