@@ -5,9 +5,7 @@ adapters off the model is the initial one, so teacher and control need no second
 Source: LoRA, arXiv 2106.09685, section 4.1; files as PEFT writes and reads them.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -68,23 +66,18 @@ class Initial:
         self.model = model
 
     def __call__(self, *args) -> Tensor:
-        with adapters_off(self.model):
+        try:
+            self._switch(False)
             return self.model(*args)
+        finally:
+            self._switch(True)
+
+    def _switch(self, on: bool) -> None:
+        for m in adapters(self.model).values():
+            m.on = on
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)
-
-
-@contextlib.contextmanager
-def adapters_off(model: Qwen) -> Iterator[None]:
-    found = adapters(model).values()
-    for m in found:
-        m.on = False
-    try:
-        yield
-    finally:
-        for m in found:
-            m.on = True
 
 
 def merged(model: Qwen) -> dict[str, Tensor]:
