@@ -132,7 +132,7 @@ class Config:
 
 # What a flag that was not given becomes: (embedded model, real model).
 DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lr": (1e-4, 1e-6), "control": (True, False),
-            "checkpointing": (False, True), "dtype": ("float32", "bfloat16")}
+            "checkpointing": (False, True), "dtype": ("fp32", "bf16")}
 
 LORA_LR = (1e-3, 1e-5)
 

@@ -29,7 +29,7 @@ from errors import BadInput, read_json
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]  # of a checkpoint, all that is read
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def device_bytes(device: str) -> int:
 
 
 WAYS = ({"checkpointing": True}, {"micro_samples": 1}, {"teacher": "self"}, {"lora_rank": 16},
-        {"dtype": "bfloat16"}, {"prompts": 1})
+        {"dtype": "bf16"}, {"prompts": 1})
 
 
 def flags_that_fit(cfg: Config, s: ModelConfig, P: int, room: int) -> str | None:

@@ -1,7 +1,7 @@
 """How far the learner's log-probs are from the sampler's, with and without the shadow mask.
 
-    python benchmarks/mismatch.py --task gsm8k --policy snapkv --keep 0.5 --dtype float32
-    python benchmarks/mismatch.py --task gsm8k --model FOLDER --data-dir FOLDER --dtype bfloat16
+    python benchmarks/mismatch.py --task gsm8k --policy snapkv --keep 0.5 --dtype fp32
+    python benchmarks/mismatch.py --task gsm8k --model FOLDER --data-dir FOLDER --dtype bf16
 
 Prints one JSON line a learner. `shadow` replays the record of the rollout, `dense` ignores it.
 `--grid` does so for snapkv, recent, random and h2o, each at keep 0.7, 0.5 and 0.3.

@@ -14,9 +14,8 @@ from data.files import Problem
 from data.stories import IDLE, ITEMS, NAMES
 
 Text = tuple[str, str, str, str, str]
-TOWNS = "Lund Bern Pisa Cork Oslo Riga Turin Ghent Basel Delft Faro Kiel".split()
+PEOPLE, TOWNS = NAMES[:12], "Lund Bern Pisa Cork Oslo Riga Turin Ghent".split()
 LANDS = "Norland Sudria Westmark Ostia Tavia Belmark".split()
-JOBS = "baker farmer teacher painter doctor sailor singer driver".split()
 WARES = "glass cheese silk paper salt wine steel honey".split()
 FOLK = "uncle sister boss friend cousin neighbor brother teacher".split()
 SIZES = "old new small big cheap red".split()
@@ -36,35 +35,38 @@ NOTES = ("The program began ten years ago.|It has three main parts.|Congress ask
 
 
 def world(r: random.Random, n: int = 4) -> tuple[str, Callable[[], tuple[str, str, str]]]:
-    """Paragraphs on n people and n towns, and a function that asks about them: question, reasoning,
-    answer."""
-    people, towns = r.sample(NAMES, n), r.sample(TOWNS, n)
-    friend = dict(zip(people, [*people[1:], people[0]], strict=True))
-    born, job, land = ({x: r.choice(y) for x in keys} for keys, y in
-                       ((people, towns), (people, JOBS), (towns, LANDS)))
-    ware = dict(zip(towns, r.sample(WARES, n), strict=True))
-    paragraphs = [f"{x}: {x} is a {job[x]}. {x} was born in {born[x]}. {x}'s friend is {friend[x]}."
+    """Paragraphs on n people and n towns, each with an idle sentence, and a function that asks
+    about them: question, reasoning, answer."""
+    people, towns = r.sample(PEOPLE, n), r.sample(TOWNS, n)
+    met = dict(zip(people, [*people[1:], people[0]], strict=True))
+    left, sells, joined = ({x: r.choice(y) for x in keys} for keys, y in
+                           ((people, towns), (people, THINGS), (towns, LANDS)))
+    makes = dict(zip(towns, r.sample(WARES, n), strict=True))
+    paragraphs = [[f"{x} left {left[x]}.", f"{x} sells {sells[x]}s.", f"{x} met {met[x]}."]
                   for x in people]
-    paragraphs += [f"{x}: {x} lies in {land[x]}. {x} is known for {ware[x]}." for x in towns]
+    paragraphs += [[f"{x} joined {joined[x]}.", f"{x} makes {makes[x]}."] for x in towns]
+    for facts in paragraphs:
+        facts.insert(r.randint(0, len(facts)), r.choice([*FILLER, *IDLE]))
     r.shuffle(paragraphs)
 
     def ask() -> tuple[str, str, str]:
         a, b = r.sample(people, 2)
-        town, c = born[a], friend[a]
-        origin = f"{a} was born in {town}."
+        town, c = left[a], met[a]
         return r.choice((
-            (f"In which land was {a} born?", f"{origin} {town} lies in {land[town]}.", land[town]),
-            (f"What is the town known for where {a} was born?",
-             f"{origin} {town} is known for {ware[town]}.", ware[town]),
-            (f"What is the job of {a}'s friend?",
-             f"{a}'s friend is {c}. {c} is a {job[c]}.", job[c]),
-            (f"Were {a} and {b} born in the same town?", f"{origin} {b} was born in {born[b]}.",
-             "yes" if town == born[b] else "no")))
-    return "\n".join(paragraphs), ask
+            (f"From which land is {a}?", f"{a} left {town}. {town} joined {joined[town]}.",
+             joined[town]),
+            (f"What is made in the home town of {a}?",
+             f"{a} left {town}. {town} makes {makes[town]}.", makes[town]),
+            (f"What are the wares of the friend of {a}?", f"{a} met {c}. {c} sells {sells[c]}s.",
+             f"{sells[c]}s"),
+            (f"Are {a} and {b} from the same town?", f"{a} left {town}. {b} left {left[b]}.",
+             "yes" if town == left[b] else "no")))
+    return "\n".join("- " + " ".join(facts) for facts in paragraphs), ask
 
 
 def replies(work: str, answer: str) -> tuple[str, str]:
-    return f"{work} Answer: {answer}", f"{work} So the reply to this is {answer} and nothing else."
+    return (f"Facts: {work} Answer: {answer}",
+            f"Facts: {work} So the reply to this is {answer} and nothing else.")
 
 
 def hotpotqa(r: random.Random) -> Text:
@@ -83,15 +85,16 @@ def scatter(r: random.Random, facts: list[str], filler: list[str]) -> str:
     return " ".join(filler)
 
 
-def tldr(r: random.Random) -> Text:
-    """A post of which three sentences matter, and its summary in one line."""
+def tldr(r: random.Random, idle: int = 15) -> Text:
+    """A post of which three sentences matter, and its summary in one line; `idle` = at most as many
+    of the others."""
     who, size, thing, fault, reply = map(r.choice, (FOLK, SIZES, THINGS, FAULTS, REPLIES))
     verb = r.choice(("bought", "borrowed", "sold", "lost"))
     link = {"bought": "from", "borrowed": "from", "sold": "to", "lost": "of"}[verb]
     facts = [f"I {verb} a {size} {thing} {link} my {who}.", f"Now the {thing} {fault}.",
              f"My {who} {reply}."]
     other = r.choice([x for x in FOLK if x != who])
-    filler = r.sample([*FILLER, *IDLE], r.randint(10, 15)) + [
+    filler = r.sample([*FILLER, *IDLE], r.randint(idle - 5, idle)) + [
         f"My {other} has a {r.choice(THINGS)}.", f"My {other} {r.choice(REPLIES)}."]
     r.shuffle(filler)
     short = f"{verb} a {size} {thing} {link} my {who}, it {fault}, my {who} {reply}."
@@ -99,8 +102,8 @@ def tldr(r: random.Random) -> Text:
             short, f"{filler[0]} {short} {filler[1]} {r.choice(FILLER)} {r.choice(IDLE)}")
 
 
-def govreport(r: random.Random) -> Text:
-    """A report of which three sentences matter; the summary is these."""
+def govreport(r: random.Random, idle: int = 29) -> Text:
+    """A report of which three sentences matter; the summary is these; `idle` = of the others."""
     body, lack, item = r.choice(BODIES), r.choice(FAILINGS), r.choice(ITEMS)
     other = r.choice([x for x in FAILINGS if x != lack])
     facts = [f"The office found that the {body} program lacks {lack}.",
@@ -109,7 +112,7 @@ def govreport(r: random.Random) -> Text:
     items, bodies = ([x for x in of if x != about] for of, about in ((ITEMS, item), (BODIES, body)))
     filler = [*NOTES, *IDLE, *(f"Costs of {x} did not change." for x in r.sample(items, 4)),
               *(f"The {x} program has {r.choice(FAILINGS)}." for x in r.sample(bodies, 5))]
-    r.shuffle(filler)
+    filler = r.sample(filler, idle)
     lead = " ".join(filler[:3])
     return ("Write a summary of the report.\n\n", scatter(r, facts, filler), "\n\nSummary:",
             " ".join(facts), " ".join([lead, *facts]))

@@ -11,7 +11,7 @@ python=${PYTHON:-.venv/bin/python} out=out/mismatch/$(basename "$MODEL")
 mkdir -p $out
 for task in gsm8k hotpotqa govreport tldr; do
     [ -f $out/$task.jsonl ] && continue
-    $python benchmarks/mismatch.py --task $task --model "$MODEL" --grid --dtype float32 \
+    $python benchmarks/mismatch.py --task $task --model "$MODEL" --grid --dtype fp32 \
         ${DATA:+--data-dir "$DATA/$task"} --max-prompt 2048 --prompts 2 --group 4 --max-new 48 \
         --limit 2 > $out/$task.tmp
     grep '^{' $out/$task.tmp > $out/$task.jsonl

@@ -98,7 +98,7 @@ def test_peft_reads_the_folder(go, tiny, tok, varied, tmp_path):  # noqa: F811
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     out = go(lora_rank=2, lora_alpha=6, save_merged=True, lr=0.05)
     _, model = evaluation.load(parse(["--task", "gsm8k", "--model", str(last(out)), "--dtype",
-                                      "float32"], "x"))
+                                      "fp32"], "x"))
     ids = torch.tensor([tok.chat("How many pens?")])
     ours = logits(model, ids)
     base = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)

@@ -54,6 +54,36 @@ def test_a_recipe_trains_what_it_says_and_not_twice(recipe, tmp_path):
         assert len(seeds) >= (5 if task in ("gsm8k", "hotpotqa") else 3), cell
 
 
+@pytest.mark.parametrize("given, runs", [({}, 3 * 4), ({"LORA": "16", "DATA": "."}, 4 * 5)])
+def test_the_recipe_of_the_4b(given, runs, tmp_path):
+    """The paper's settings where they are known; finished runs are left, cut ones go on."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "paper_4b.sh").write_bytes((ROOT / "runs" / "paper_4b.sh").read_bytes())
+    stub, calls = tmp_path / "python", tmp_path / "calls"
+    stub.write_text(STUB.format(python=sys.executable))
+    stub.chmod(0o755)
+
+    def trained() -> list:
+        subprocess.run(["bash", "runs/paper_4b.sh"], cwd=tmp_path, check=True, capture_output=True,
+                       env={**os.environ, "PYTHON": str(stub), "CALLS": str(calls), **given})
+        every = [json.loads(x) for x in calls.read_text().splitlines()]
+        calls.unlink()
+        tables = [x for x in every if x[0] == "benchmarks/compare.py"]
+        assert len(tables) == (4 if "DATA" in given else 3)
+        return [parse(x[1:], "x") for x in every if x[0] == "train.py"]
+
+    first = trained()
+    assert len({cfg.out for cfg in first}) == runs == len(first) and not trained()
+    assert {(c.policy, c.keep, c.lam) for c in first if c.method == "smd"} == {("snapkv", 0.5, 0.1)}
+    assert all(c.overwrite and bool(c.lora_rank) == bool(given) for c in first)
+    cut = tmp_path / first[0].out
+    (cut / "summary.json").unlink()
+    (cut / "checkpoint-000020").mkdir()
+    stub.write_text(stub.read_text().replace("folder.mkdir()", "folder.mkdir(exist_ok=True)"))
+    (again,) = trained()
+    assert again.resume and again.out == first[0].out
+
+
 def test_a_run_that_fails_fails_the_recipe(tmp_path):
     """Its reason is told, and the others are trained."""
     (tmp_path / "runs").mkdir()

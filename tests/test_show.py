@@ -1,11 +1,11 @@
-"""show.py: what it prints is what the record says."""
+"""benchmarks/show.py: what it prints is what the record says."""
 
 import re
 
 import pytest
 import torch
 
-import show
+from benchmarks import show
 from errors import run_cli
 from eval import load
 from eviction import NEVER

@@ -100,7 +100,7 @@ def flags(tiny, rows, tmp_path, monkeypatch):
         given = {"task": "gsm8k", "model": tiny, "data_dir": rows, "out": out, "steps": 4,
                  "prompts": 2, "group": 3, "max_new": 6, "window": 4, "sinks": 2, "lr": 1e-3,
                  "limit": 0, "eval_every": 0, "eval_during": 2, "save_every": 0,
-                 "dtype": "float32", "device": "cpu", **more}
+                 "dtype": "fp32", "device": "cpu", **more}
         argv = []
         for name, value in given.items():
             name = "--" + name.replace("_", "-")
@@ -182,7 +182,7 @@ def assert_same_run(a, b):
 EVERYTHING = {"save_every": 3, "eval_every": 2, "limit": 3, "control": True}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stop", ["finished", "crashed", "disk full"])
 def test_a_resumed_run_equals_the_uninterrupted_one(go, varied, monkeypatch, dtype, stop):
     options = {**EVERYTHING, "dtype": dtype}
@@ -220,7 +220,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(go, varied, monkeypatch, dty
     assert not (part / "checkpoint.tmp").exists()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_control_a_resume_that_loses_the_optimiser_differs(go, varied, monkeypatch, dtype):
     whole = go("whole", steps=6, dtype=dtype)
     part = go("part", steps=3, dtype=dtype)
@@ -256,7 +256,7 @@ def program(*argv, **more):
 
 
 def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(go, flags, varied, tmp_path):
-    options = {**EVERYTHING, "dtype": "bfloat16", "steps": 8}
+    options = {**EVERYTHING, "dtype": "bf16", "steps": 8}
     done = program("-c", KILLED, *flags("part", **options))
     assert done.returncode == -9, done.stderr
     part = tmp_path / "part"
@@ -318,7 +318,7 @@ def test_the_same_prompt_is_sampled_anew_in_each_epoch_and_by_each_sample(go):
 
 
 @pytest.mark.parametrize("lr", [1e-3, 1e-6])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_weights_move_by_the_logged_learning_rate(go, tiny, varied, dtype, lr):
     """AdamW's first step is lr * g / (|g| + eps): the largest change is the learning rate."""
     out = go(steps=1, lr=lr, dtype=dtype)
@@ -334,7 +334,7 @@ def test_weights_move_by_the_logged_learning_rate(go, tiny, varied, dtype, lr):
     after = saved(out)["optim"]["masters"] or rounded.parameters()
     assert all(torch.equal(p, m.to(p.dtype))
                for p, m in zip(rounded.parameters(), after, strict=True))
-    if dtype == "float32":
+    if dtype == "fp32":
         assert weights(last(out)) != weights(tiny)
         assert weights(last(go("two", steps=2, lr=lr))) != weights(last(out))
 
@@ -605,14 +605,14 @@ def test_samples(go, varied, tok, rows):
         assert row["len/truncated_frac"] == pytest.approx(sum(not x["stopped"] for x in mine) / 6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_kv_bytes(go, dtype):
     out = go(dtype=dtype, keep=0.4, max_new=7)
     for row in metrics(out):
         prompts = {x["problem"]: x["prompt_tok"] for x in lines(out / "samples.jsonl")
                    if x["step"] == row["step"]}
         kept = [min(P, max(math.floor(0.4 * P + 0.5), 2 + 4)) for P in prompts.values()]
-        each = 2 * 2 * 2 * 16 * (4 if dtype == "float32" else 2)  # 2 L Hkv D bytes
+        each = 2 * 2 * 2 * 16 * (4 if dtype == "fp32" else 2)  # 2 L Hkv D bytes
         assert row["kv/bytes_peak"] == each * (sum(kept) + 2 * 3 * 7)
         assert row["kv/bytes_dense"] == each * (sum(prompts.values()) + 2 * 3 * 7)
 
@@ -707,13 +707,13 @@ def test_eval_program(flags, monkeypatch, capsys, varied, go):
 def test_mismatch_program(tiny, rows, tmp_path):
     done = program(ROOT / "benchmarks/mismatch.py", "--task", "gsm8k", "--model", tiny,
                    "--data-dir", rows, "--limit", TEST_ROWS, "--prompts", 3, "--group", 2,
-                   "--max-new", 8, "--window", 4, "--dtype", "float32", "--device", "cpu",
+                   "--max-new", 8, "--window", 4, "--dtype", "fp32", "--device", "cpu",
                    "--keep", 0.3, "--policy", "recent", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shadow, dense = (json.loads(x) for x in done.stdout.splitlines())
     for row, learner in ((shadow, "shadow"), (dense, "dense")):
         assert {k: row[k] for k in ("policy", "keep", "dtype", "learner")} == {
-            "policy": "recent", "keep": 0.3, "dtype": "float32", "learner": learner}
+            "policy": "recent", "keep": 0.3, "dtype": "fp32", "learner": learner}
         assert 0 <= row["logp_abs_mean"] <= row["logp_abs_max"] and row["kl"] >= 0
     assert shadow["logp_abs_max"] < 2e-5 and dense["logp_abs_mean"] > 1e-2
     assert shadow["kl"] < 1e-3 * dense["kl"]
@@ -811,7 +811,7 @@ def test_bad_input_on_resume(go, flags, varied, capsys, tmp_path):
     out = go(save_every=2)
     capsys.readouterr()
     for more, names in (({"lr": 2e-3}, "lr"), ({"seed": 1}, "seed"), ({"group": 2}, "group"),
-                        ({"dtype": "bfloat16"}, "dtype"), ({"steps": 3}, "--steps 3")):
+                        ({"dtype": "bf16"}, "dtype"), ({"steps": 3}, "--steps 3")):
         more = {"save_every": 2, "resume": True, **more}
         assert_refused(flags(**more), names, capsys, tmp_path)
     assert_refused(flags(save_every=2), "--out", capsys, tmp_path)  # neither --resume nor the other
@@ -847,8 +847,8 @@ def test_help_names_every_flag_with_its_default(capsys):
 def test_defaults_follow_the_model(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     small, real = parse(["--task", "gsm8k"], "x"), parse(["--task", "gsm8k", "--model", "F"], "x")
-    assert (small.dtype, small.lr, small.control) == ("float32", 1e-4, True)
-    assert (real.dtype, real.lr, real.control) == ("bfloat16", 1e-6, False)
+    assert (small.dtype, small.lr, small.control) == ("fp32", 1e-4, True)
+    assert (real.dtype, real.lr, real.control) == ("bf16", 1e-6, False)
     given = parse(["--task", "gsm8k", "--model", "F", "--lr", "0", "--control"], "x")
     assert given.lr == 0 and given.control
     assert small.out.startswith("out/gsm8k-") and list(tmp_path.iterdir()) == []
@@ -991,11 +991,11 @@ def test_commands_that_are_written_down(file, words, tiny, rows, tmp_path, monke
         cfg = parse([x for x in argv if x != "--resume"], "x")
         train.run(dataclasses.replace(
             cfg, model=str(tiny), data_dir=str(rows), out=str(tmp_path / "run"), steps=1, prompts=2,
-            group=2, max_new=4, limit=2, eval_during=2, shots=0, device="cpu", dtype="float32"))
+            group=2, max_new=4, limit=2, eval_during=2, shots=0, device="cpu", dtype="fp32"))
         assert summary(tmp_path / "run")["steps"] == 1
     elif script == "eval.py":
         parse(argv, "x", evaluation.FLAGS)
-    elif script in ("show.py", "benchmarks/mismatch.py", "benchmarks/reasoning.py",
+    elif script in ("benchmarks/show.py", "benchmarks/mismatch.py", "benchmarks/reasoning.py",
                     "benchmarks/memory_plan.py"):
         program = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         parse(argv, "x", program.FLAGS, getattr(program, "Flags", Config))

@@ -1,22 +1,25 @@
 """What an evicting cache keeps: every token and, layer by layer, how many heads still see it.
 
-    python show.py --prompt "Tom has 3 apples and buys 4. How many?" --policy h2o --keep 0.5
-    python show.py --model FOLDER --prompt "..." --budget 64 --evict-every 8 --max-new 100
+    python benchmarks/show.py --prompt "Tom has 3 apples." --policy h2o --keep 0.5
+    python benchmarks/show.py --model FOLDER --prompt "..." --budget 64 --evict-every 8
 
-The prompt is put into the chat format and answered greedily; the record of that rollout is printed.
+The prompt is put into the chat format and answered greedily; that rollout's record is printed.
 """
 
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
-from config import Config, flag, parse
-from errors import BadInput, run_cli
-from eval import SCHEDULE, load
-from eviction import NEVER
-from rollout import generate
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from config import Config, flag, parse  # noqa: E402
+from errors import BadInput, run_cli  # noqa: E402
+from eval import SCHEDULE, load  # noqa: E402
+from eviction import NEVER  # noqa: E402
+from rollout import generate  # noqa: E402
 
 FLAGS = ("model", "prompt", "max_new", "dtype", "device", *SCHEDULE)
 
