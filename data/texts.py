@@ -33,20 +33,22 @@ NOTES = ("The program began ten years ago.|It has three main parts.|Congress ask
          "Officers met with experts.|The method is described below.|The budget is set each year.|"
          "Other groups gave comments.|The list of sites is long.|The rules are public.").split("|")
 
+EMPTY = {*FILLER, *NOTES, *IDLE}  # sentences that are no facts
 
-def world(r: random.Random, n: int = 4) -> tuple[str, Callable[[], tuple[str, str, str]]]:
-    """Paragraphs on n people and n towns, each with an idle sentence, and a function that asks
-    about them: question, reasoning, answer."""
-    people, towns = r.sample(PEOPLE, n), r.sample(TOWNS, n)
+def world(r: random.Random, idle: int = 3) -> tuple[str, Callable[[], tuple[str, str, str]]]:
+    """Paragraphs on two people and two towns, each with some idle sentences, and a function that
+    asks about them: question, reasoning, answer."""
+    people, towns = r.sample(PEOPLE, 2), r.sample(TOWNS, 2)
     met = dict(zip(people, [*people[1:], people[0]], strict=True))
     left, sells, joined = ({x: r.choice(y) for x in keys} for keys, y in
                            ((people, towns), (people, THINGS), (towns, LANDS)))
-    makes = dict(zip(towns, r.sample(WARES, n), strict=True))
+    makes = dict(zip(towns, r.sample(WARES, 2), strict=True))
     paragraphs = [[f"{x} left {left[x]}.", f"{x} sells {sells[x]}s.", f"{x} met {met[x]}."]
                   for x in people]
     paragraphs += [[f"{x} joined {joined[x]}.", f"{x} makes {makes[x]}."] for x in towns]
     for facts in paragraphs:
-        facts.insert(r.randint(0, len(facts)), r.choice([*FILLER, *IDLE]))
+        for sentence in r.sample([*FILLER, *IDLE], idle):
+            facts.insert(r.randint(0, len(facts)), sentence)
     r.shuffle(paragraphs)
 
     def ask() -> tuple[str, str, str]:
@@ -70,7 +72,7 @@ def replies(work: str, answer: str) -> tuple[str, str]:
 
 
 def hotpotqa(r: random.Random) -> Text:
-    """A question that needs two of eight paragraphs."""
+    """A question that needs two of four paragraphs."""
     paragraphs, ask = world(r)
     question, work, answer = ask()
     return ("Read the paragraphs and answer the question. End with Answer: and a few words.\n\n",

@@ -23,16 +23,17 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data import stories, texts  # noqa: E402
-from model import ModelConfig, Qwen, causal, save_model  # noqa: E402
+from model import ModelConfig, Qwen, causal, load_model, save_model  # noqa: E402
 from tokenizer import SPLIT, Tokenizer  # noqa: E402
 
-MIXTURE = ("gsm8k",) * 3 + ("hotpotqa",) * 3 + ("tldr", "govreport")  # one task a batch
-TOKENS = 4096  # of a batch, about
+READING = ("hotpotqa", "hotpotqa", "hotpotqa", "tldr", "govreport", "govreport")
+# First gsm8k alone, then all: tasks (one a batch), steps, tokens a batch, learning rates.
+STAGES = ((("gsm8k",), 5000, 4096, 1.0), (("gsm8k", "gsm8k", *READING), 4000, 2048, 0.5))
 FORM_FRAC = {"trade": 0.65, "boxes": 0.65, "chain": 0.65}  # by kind of story, others 0.2
 TEXT_FRAC = 0.3  # of the answers to the reading tasks are what the reward asks for
 AGAIN_FRAC = 0.6  # of the texts to read are to be repeated: the densest lesson in looking up
 STORY_WEIGHT = 0.1  # the facts are random: nearly all that can be learnt is in the answers
-AGAIN = "Repeat the sentences in another order."
+AGAIN = "Repeat the facts in another order."
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
@@ -87,8 +88,8 @@ def gsm8k(r: random.Random, size: int) -> list[tuple[str, str]]:
 def reading(r: random.Random, task: str, size: int) -> list[tuple[str, str]]:
     """A problem; for hotpotqa more questions about the same paragraphs; and the text again."""
     if task == "hotpotqa":
-        before, body, ask = *texts.hotpotqa(r)[:1], *texts.world(r, 2 + size)
-        asked = [ask() for _ in range(2 + size)]
+        before, body, ask = *texts.hotpotqa(r)[:1], *texts.world(r, 1 + size)
+        asked = [ask() for _ in range(3)]
         turns = [(f"Question: {question}", wanted(r, *texts.replies(work, answer)))
                  for question, work, answer in asked]
         turns[0] = (f"{before}{body}\n\n{turns[0][0]}", turns[0][1])
@@ -97,8 +98,8 @@ def reading(r: random.Random, task: str, size: int) -> list[tuple[str, str]]:
         before, body, after, *answers = getattr(texts, task)(r, idle)
         turns = [(before + body + after, wanted(r, *answers))]
     if r.random() < AGAIN_FRAC:
-        sentences = re.findall(r"\w[^.]*\.", body)
-        turns.append((AGAIN, " ".join(["Again:", *r.sample(sentences, len(sentences))])))
+        facts = [x for x in re.findall(r"\w[^.]*\.", body) if x not in texts.EMPTY]
+        turns.append((AGAIN, " ".join(["Again:", *r.sample(facts, len(facts))])))
     return turns
 
 
@@ -130,16 +131,27 @@ def document(r: random.Random, tok: Tokenizer, task: str, size: int) -> tuple[li
     return ids[:-1], weight[:-1]
 
 
-def make_batch(r: random.Random, tok: Tokenizer, size: int):
+def make_batch(r: random.Random, tok: Tokenizer, tasks: tuple[str, ...], tokens: int, size: int):
     """Padded ids (n, T) and next-token weights (n, T - 1) of documents of one task."""
-    task, docs = r.choice(MIXTURE), []
-    while sum(len(ids) for ids, _ in docs) < TOKENS:
+    task, docs = r.choice(tasks), []
+    while sum(len(ids) for ids, _ in docs) < tokens:
         docs.append(document(r, tok, task, size))
     ids, weight = (pad_sequence([*map(torch.tensor, x)], True) for x in zip(*docs, strict=True))
     return ids, weight[:, 1:]
 
 
-def train(out: Path, steps: int, seed: int) -> None:
+def start(model: Qwen, tok: Tokenizer, init: Path) -> None:
+    """The weights of another checkpoint; a token that it does not know keeps its random row."""
+    other, known = load_model(init, dtype=torch.float32).state_dict(), Tokenizer.load(init)
+    embed, rows = model.embed_tokens.weight.detach(), other["embed_tokens.weight"]
+    pieces = [{token: i for i, token in x._bytes.items()} for x in (tok, known)]
+    for here, there in ((tok.control, known.control), pieces):
+        for token in here.keys() & there.keys():
+            embed[here[token]] = rows[there[token]]
+    model.load_state_dict({**other, "embed_tokens.weight": embed})
+
+
+def train(out: Path, init: Path | None, seed: int) -> None:
     """Muon for the matrices, AdamW for the rest; linear decay over the last 40 % of the steps."""
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -150,35 +162,41 @@ def train(out: Path, steps: int, seed: int) -> None:
     embed, *matrices = [p for p in model.parameters() if p.ndim == 2]
     for p in (embed, *matrices):
         torch.nn.init.normal_(p, std=0.02)
+    if init:
+        start(model, tok, init)
     others = [embed, *(p for p in model.parameters() if p.ndim == 1)]
-    optimisers = [(torch.optim.Muon(matrices, weight_decay=0.01), 0.02),
-                  (torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0), 0.004)]
     forward = torch.compile(model, dynamic=True)  # a fifth faster; needs a C++ compiler
-    r = random.Random(f"pretrain {seed}")
-    for step in (bar := tqdm(range(steps), mininterval=10)):
-        done = step / steps
-        # Short contexts first: what is learnt there costs a third of the tokens.
-        size = 0 if done < 0.2 else r.choice((0, 1, 2) if done < 0.4 else (1, 2, 2, 2))
-        ids, weight = make_batch(r, tok, size)
-        pos = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
-        counted, target = weight > 0, ids[:, 1:][weight > 0]
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model.logits(forward(ids[:, :-1], pos, causal)[counted])
-        loss = F.cross_entropy(logits.float(), target, reduction="none")
-        loss = (loss * weight[counted]).sum() / weight.sum()
-        loss.backward()
-        for optimiser, lr in optimisers:
-            optimiser.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 100, (1 - done) / 0.4)
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        if step + 1 == steps or (step + 1) % 400 == 0:
-            save_model(model, out, dtype=torch.bfloat16)
+    for number, (tasks, steps, tokens, scale) in enumerate(STAGES):
+        if init and number == 0:
+            continue
+        optimisers = [(torch.optim.Muon(matrices, weight_decay=0.01), 0.02 * scale),
+                      (torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
+                       0.004 * scale)]
+        r = random.Random(f"pretrain {seed} {number}")
+        for step in (bar := tqdm(range(steps), mininterval=10)):
+            done = step / steps
+            # Short contexts first: what is learnt there costs a third of the tokens.
+            size = 0 if done < 0.2 else r.choice((0, 1, 2) if done < 0.4 else (1, 2, 2, 2))
+            ids, weight = make_batch(r, tok, tasks, tokens, size)
+            pos = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
+            counted, target = weight > 0, ids[:, 1:][weight > 0]
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model.logits(forward(ids[:, :-1], pos, causal)[counted])
+            loss = F.cross_entropy(logits.float(), target, reduction="none")
+            loss = (loss * weight[counted]).sum() / weight.sum()
+            loss.backward()
+            for optimiser, lr in optimisers:
+                optimiser.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 100, (1 - done) / 0.4)
+                optimiser.step()
+                optimiser.zero_grad(set_to_none=True)
+            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            if step + 1 == steps or (step + 1) % 500 == 0:
+                save_model(model, out, dtype=torch.bfloat16)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument("--steps", type=int, default=3600, help="of the optimiser (default 3600)")
+    parser.add_argument("--init", type=Path, help="begin the second stage from this checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     train(**vars(parser.parse_args()))

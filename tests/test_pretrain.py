@@ -1,0 +1,67 @@
+"""runs/pretrain.py: its documents are the tasks' prompts, and its stages make a checkpoint."""
+
+import random
+
+import pytest
+import torch
+
+from data import stories, texts
+from model import load_model
+from runs import pretrain
+from tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory):
+    return pretrain.train_tokenizer(tmp_path_factory.mktemp("tok"), 0)
+
+
+@pytest.mark.parametrize("task", ["gsm8k", *dict.fromkeys(pretrain.READING)])
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_a_document_is_prompt_and_answer(tok, task, size):
+    r = random.Random(f"{task} {size}")
+    for _ in range(20):
+        ids, weight = pretrain.document(r, tok, task, size)
+        text = tok.decode(ids)
+        assert len(ids) == len(weight) and {*weight} == {0.0, 0.1, 1.0}
+        assert text.startswith("user\n") and "\nassistant\n" in text
+        ends = [i for i, x in enumerate(ids) if x == tok.control["<|im_end|>"] and weight[i] == 1]
+        assert len(ends) == text.count("\nassistant\n")  # each answer's end counts
+    prompts = ([stories.prompt(r, *stories.story(r, 2)[:1], size)] if task == "gsm8k" else
+               [texts.problem(task, "train", 0).prompt])
+    instruction = prompts[0].split("\n")[0]
+    assert f"user\n{instruction}" in text
+
+
+def test_what_is_repeated_is_in_the_text_and_the_choice_of_it_hardly_counts(tok):
+    r, seen = random.Random(0), 0
+    for _ in range(30):
+        turns = pretrain.reading(r, "hotpotqa", 2)
+        if turns[-1][0] != pretrain.AGAIN:
+            continue
+        seen += 1
+        facts = turns[-1][1].removeprefix("Again: ").split(". ")
+        assert len(facts) == 10 and all(x.rstrip(".") + "." in turns[0][0] for x in facts)
+    assert 5 < seen < 30
+
+
+def test_stages_and_start(tok, monkeypatch, tmp_path):
+    monkeypatch.setattr(pretrain, "STAGES", ((("gsm8k",), 2, 300, 1.0), (("tldr",), 2, 300, 0.5)))
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(pretrain, "train_tokenizer", lambda folder, seed: tok.save(folder) or tok)
+    pretrain.train(tmp_path / "both", None, 0)
+    made = load_model(tmp_path / "both", dtype=torch.float32)
+    assert Tokenizer.load(tmp_path / "both").vocab_size == tok.vocab_size <= made.cfg.V
+    assert all(p.isfinite().all() for p in made.parameters())
+
+    # From a model with another tokenizer: the rows of the tokens that both know, and all the rest.
+    old, known = load_model(stories.MODEL, dtype=torch.float32), Tokenizer.load(stories.MODEL)
+    before = made.embed_tokens.weight.detach().clone()
+    pretrain.start(made, tok, stories.MODEL)
+    (here,), (there,) = (x.encode(" apples") for x in (tok, known))
+    assert torch.equal(made.embed_tokens.weight[here], old.embed_tokens.weight[there])
+    assert torch.equal(made.layers[3].mlp.up_proj.weight, old.layers[3].mlp.up_proj.weight)
+    new = set(tok._bytes.values()) - set(known._bytes.values())
+    rows = [i for i, piece in tok._bytes.items() if piece in new]
+    assert torch.equal(made.embed_tokens.weight[rows], before[rows])
