@@ -289,7 +289,9 @@ def test_a_step_of_a_real_model_on_real_rows(task, tmp_path):
                      "--limit", "0", "--eval-every", "0", "--out", str(out)], "x"))
     (row,) = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
     assert row["step/skipped"] == 0 and 0 < row["grad/norm"] < math.inf
-    assert row["distill/kl"] > 0.01 and row["mismatch/logp_abs_mean"] < 0.05  # bfloat16 rounding
+    assert row["distill/kl"] > 0.01
+    if row["reward/dead_group_frac"] < 1:  # else there is nothing to compare
+        assert row["mismatch/logp_abs_mean"] < 0.05  # bfloat16 rounding
     assert row["kv/bytes_peak"] < row["kv/bytes_dense"]
     samples = [json.loads(x) for x in (out / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 4 and max(x["prompt_tok"] for x in samples) <= 2000
