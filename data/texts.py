@@ -35,6 +35,7 @@ NOTES = ("The program began ten years ago.|It has three main parts.|Congress ask
 
 EMPTY = {*FILLER, *NOTES, *IDLE}  # sentences that are no facts
 
+
 def world(r: random.Random, idle: int = 3) -> tuple[str, Callable[[], tuple[str, str, str]]]:
     """Paragraphs on two people and two towns, each with some idle sentences, and a function that
     asks about them: question, reasoning, answer."""
