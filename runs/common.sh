@@ -1,7 +1,7 @@
 # Sourced by the recipes. `cell SEEDS FLAGS...` names one row of a table, `table` trains what of it is
 # missing, JOBS runs at a time (default 1), and prints it. A run that was finished is not done again,
 # and two recipes with a row in common share it: out/runs/FLAGS/SEED. Remove out/runs after a change
-# of the code or of the model. Flags hold no spaces or quotes.
+# of the code or of the model. Flags hold no spaces or quotes. SEEDS="0 1 2" trains these alone.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-.venv/bin/python}
 [ "${JOBS:-1}" = 1 ] || export OMP_NUM_THREADS=1 # on few cores faster than all threads for each
@@ -12,7 +12,7 @@ cell() {
     local folder seed flags="${*:2}"
     folder=out/runs/$(sed 's/--//g; s/ /_/g' <<< "$flags")
     folders+=("$folder")
-    for seed in $1; do queue+="$folder/$seed --seed $seed $flags"$'\n'; done
+    for seed in ${SEEDS:-$1}; do queue+="$folder/$seed --seed $seed --prompts 4 --lr 3e-4 --limit 128 $flags"$'\n'; done
 }
 
 table() { # TITLE, flags of compare.py

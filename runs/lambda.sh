@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # results/methods.md, "Distillation": its weight, and whose dense pass teaches. With lambda 1000 the
 # reward plays no part: that is the distillation alone.
-# Hardware: CPU, one core and 1 GB a job. Minutes: about 3 a run; 6 with 4 updates a rollout.
+# Hardware: CPU, one core and 1 GB a job. Minutes: about 4 a run.
 #   JOBS=2 bash runs/lambda.sh
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
@@ -9,8 +9,7 @@ for teacher in "" "--teacher self"; do
     for lam in "--lam 0" "" "--lam 0.3" "--lam 0.8" "--lam 1000"; do
         how="smd $lam $teacher"
         [ "$lam" != "--lam 0" ] || how="smd $lam" # no teacher
-        cell "0 1 2 3 4" --task gsm8k --prompts 4 --keep 0.3 --lr 3e-4 --updates-per-rollout 4 \
-            --method $how
+        cell "0 1 2 3 4" --task gsm8k --keep 0.3 --method $how --updates-per-rollout 4
     done
     table "${teacher:---teacher initial}" --png "out/lambda${teacher:+-self}"
 done
