@@ -12,7 +12,9 @@ cell() {
     local folder seed flags="${*:2}"
     folder=out/runs/$(sed 's/--//g; s/ /_/g' <<< "$flags")
     folders+=("$folder")
-    for seed in ${SEEDS:-$1}; do queue+="$folder/$seed --seed $seed --prompts 4 --lr 3e-4 --limit 128 $flags"$'\n'; done
+    for seed in ${SEEDS:-$1}; do
+        queue+="$folder/$seed --seed $seed --steps 40 --prompts 4 --lr 3e-4 --limit 128 $flags"$'\n'
+    done
 }
 
 table() { # TITLE, flags of compare.py

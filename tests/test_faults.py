@@ -195,7 +195,9 @@ def test_a_full_disk_is_one_line(rows, megabytes):
 def test_an_interrupt_is_no_traceback(rows):
     run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *SMALL, "--data-dir", str(rows),
                             "--steps", "100000"], stderr=subprocess.PIPE, text=True,
-                           stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                           stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                           # A shell's background jobs ignore the signal, and so would this.
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     log = Path("run/metrics.jsonl")
     for _ in range(600):
         if log.exists() and log.read_text().count("\n") > 2:

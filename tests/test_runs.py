@@ -51,7 +51,8 @@ def test_a_recipe_trains_what_it_says_and_not_twice(recipe, tmp_path):
     assert {str(cell) for _, cell in cells} == {x for argv in compared for x in argv
                                                 if x.startswith("out/runs/")}
     for (task, cell), seeds in cells.items():
-        assert len(seeds) >= (5 if task in ("gsm8k", "hotpotqa") else 3), cell
+        many = task in ("gsm8k", "hotpotqa") and "steps_200" not in cell.name
+        assert len(seeds) >= (5 if many else 3), cell
 
 
 @pytest.mark.parametrize("given, runs", [({}, 3 * 4), ({"LORA": "16", "DATA": "."}, 4 * 5)])
