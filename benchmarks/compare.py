@@ -120,8 +120,7 @@ def table(rows: dict[str, list[dict]]) -> str:
     out = [" | ".join(HEAD), "|".join(["---"] * len(HEAD))]
     for name, every in rows.items():
         row = [run for run in every if run["summary"]]  # a run that broke off has no end
-        metric = next((k.removesuffix("_after_dense") for run in row for k in run["summary"]
-                       if k.endswith("_after_dense")), None)
+        metric = metric_of(row)
         if metric is None:
             out.append(" | ".join((name, f"0 of {len(every)}", *["-"] * (len(HEAD) - 2))))
             continue
@@ -142,8 +141,15 @@ def table(rows: dict[str, list[dict]]) -> str:
     return "\n".join([*lines, "", *(f"    {command(row[0]['config'])}" for row in rows.values())])
 
 
+def metric_of(row: list[dict]) -> str | None:
+    """The task's main metric, of the runs that finished."""
+    return next((key.removesuffix("_after_dense") for run in row for key in run["summary"]
+                 if key.endswith("_after_dense")), None)
+
+
 def draw(rows: dict[str, list[dict]], png: Path) -> None:
-    """One figure a curve: of each row the mean over seeds and its 95 % interval."""
+    """One figure a curve: of each row the mean over seeds and its 95 % interval. `ends.png`: where
+    the runs ended, a dot a seed, with the same interval."""
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -173,6 +179,25 @@ def draw(rows: dict[str, list[dict]], png: Path) -> None:
         axes.legend(fontsize="small")
         figure.savefig(png / f"{curve.replace('/', '_')}.png", dpi=150, bbox_inches="tight")
         pyplot.close(figure)
+    ended = {name: [run["summary"] for run in row if metric_of([run])]
+             for name, row in rows.items()}
+    ended = {name: row for name, row in ended.items() if row}
+    if not ended:
+        return
+    metric = metric_of([run for row in rows.values() for run in row])
+    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.5 * len(ended)))
+    for y, row in enumerate(ended.values()):
+        for cache, colour, shift in (("dense", "tab:blue", -0.12), ("evicted", "tab:orange", 0.12)):
+            values = [x[f"{metric}_after_{cache}"] for x in row]
+            mean, half = mean_and_half(values)
+            axes.plot(values, [y + shift] * len(values), "o", color=colour, alpha=0.35)
+            axes.errorbar(mean, y + shift, xerr=half, fmt="|", color=colour, capsize=3,
+                          label=f"{cache} cache" if y == 0 else None)
+    axes.set(xlabel=f"{metric} after training", yticks=range(len(ended)), yticklabels=ended)
+    axes.invert_yaxis()
+    axes.legend(fontsize="small")
+    figure.savefig(png / "ends.png", dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def main() -> None:

@@ -106,5 +106,5 @@ def test_curves(runs, tmp_path):
     pytest.importorskip("matplotlib")
     compare.draw(compare.rows_of(compare.read_runs([runs])), tmp_path / "png")
     assert sorted(p.name for p in (tmp_path / "png").iterdir()) == [
-        "mismatch_kl.png", "reward_mean.png"], "what is logged"
+        "ends.png", "mismatch_kl.png", "reward_mean.png"], "what is logged"
     assert (tmp_path / "png" / "reward_mean.png").stat().st_size > 5000
