@@ -107,7 +107,7 @@ def command(config: dict) -> str:
     out += ["--model", config["model"]] if config["model"] else []
     usual = dataclasses.asdict(parse(out, ""))
     for key, value in config.items():
-        if key in IGNORED or usual.get(key, value) == value:
+        if key in IGNORED or value is None or usual.get(key, value) == value:
             continue
         flag = "--" + key.replace("_", "-")
         out += ([flag, str(value)] if not isinstance(value, bool) else

@@ -100,6 +100,8 @@ def test_a_command_that_a_shell_reads():
     config = {"task": "gsm8k", "model": "/my model", "method": "smd", "keep": 0.3, "control": True}
     assert compare.command(config) == (
         "python train.py --task gsm8k --method smd --model '/my model' --keep 0.3 --control")
+    config = {"task": "gsm8k", "model": None, "method": "smd", "lam": 0.0, "teacher": None}
+    assert compare.command(config) == "python train.py --task gsm8k --method smd --lam 0.0"
 
 
 def test_curves(runs, tmp_path):
