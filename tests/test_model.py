@@ -18,7 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import model as model_py
+from config import parse
 from errors import BadInput
+from eval import load, load_problems, respond
+from eviction import DENSE, Eviction
 from model import Qwen, RMSNorm, causal, load_model, rope_table, save_model
 from tokenizer import Tokenizer
 
@@ -640,3 +643,29 @@ def test_real_checkpoint():
     print(f"{folder}: largest difference of {want.numel()} logits: {worst:.2e}")
     assert worst <= 2e-4
     assert gap(logits(model, ids, pos.flip(1)), want) > 1  # negative control
+
+
+@pytest.mark.weights
+@pytest.mark.skipif(not {"SMD_MODEL", "SMD_DATA"} <= os.environ.keys(),
+                    reason="SMD_MODEL and SMD_DATA name no checkpoint and no folder of rows")
+@torch.no_grad()
+def test_greedy_text_of_a_real_checkpoint():
+    """64 tokens after each of 8 questions, chat format and stop ids included."""
+    folder = os.environ["SMD_MODEL"]
+    cfg = parse(["--task", "gsm8k", "--model", folder, "--data-dir",
+                 f"{os.environ['SMD_DATA']}/gsm8k", "--max-new", "64", "--dtype", "fp32"], "x")
+    tok, model = load(cfg)
+    questions = load_problems(cfg, "test", tok)[:8]
+    rollout, texts, _ = respond(model, tok, questions, cfg, greedy=DENSE)
+    few = respond(model, tok, questions, cfg, greedy=Eviction(keep=0.3))[0]
+    assert not torch.equal(few.tokens, rollout.tokens)  # negative control
+    del model
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for (problem, ids), (text,) in zip(questions, texts, strict=True):
+        chat = theirs.apply_chat_template([{"role": "user", "content": problem.prompt}],
+                                          add_generation_prompt=True, return_dict=True,
+                                          return_tensors="pt")
+        assert chat["input_ids"][0].tolist() == ids
+        out = hf.generate(**chat, max_new_tokens=64, do_sample=False, repetition_penalty=1.0)
+        assert theirs.decode(out[0, len(ids):], skip_special_tokens=True) == text
