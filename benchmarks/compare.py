@@ -75,7 +75,8 @@ def read_runs(places: list[Path]) -> list[dict]:
 def rows_of(runs: list[dict]) -> dict[str, list[dict]]:
     """Runs by what they have in common, but for the seed."""
     keys = {key for run in runs for key in run["config"]} - IGNORED
-    varied = sorted(key for key in keys if len({str(r["config"].get(key)) for r in runs}) > 1)
+    varied = [key for key in sorted(keys, key=lambda key: (key != "method", key))
+              if len({str(run["config"].get(key)) for run in runs}) > 1]
     rows = defaultdict(list)
     for run in runs:
         name = " ".join(f"{key}={run['config'][key]}" for key in varied

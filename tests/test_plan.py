@@ -60,8 +60,9 @@ def measured(tmp_path, *flags):
     """Peak bytes of both phases of a real process, and its plan for the prompts that it saw."""
     argv = ["--task", "gsm8k", "--steps", "2", "--limit", "0", "--eval-every", "0", "--no-control",
             "--save-every", "0", "--out", str(tmp_path / "run"), *flags]
+    # The threshold: the C library returns at once what is freed, and what is seen is what is used.
     subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, check=True, capture_output=True,
-                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+                   env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"})
     rows, samples = ([json.loads(x) for x in (tmp_path / "run" / name).read_text().splitlines()]
                      for name in ("metrics.jsonl", "samples.jsonl"))
     cfg = parse(argv, "x")
