@@ -37,7 +37,7 @@ class Config:
     resume: bool = flag(False, "continue the run in --out")
     overwrite: bool = flag(False, "delete the run in --out first")
     seed: int = flag(0, "of prompts, samples and the random policy")
-    steps: int | None = flag(None, "optimiser steps")
+    steps: int | None = flag(None, "rollouts, each with --updates-per-rollout optimiser steps")
     prompts: int = flag(8, "prompts a step")
     group: int = flag(8, "samples a prompt")
     max_prompt: int | None = flag(None, "longest prompt, tokens; a longer document is cut to it",
@@ -98,6 +98,8 @@ class Config:
             if f.name in checked_there:
                 continue
             name, value = f"--{f.name.replace('_', '-')}", getattr(self, f.name)
+            if value == "":
+                raise BadInput(f"{name}: got an empty name; expected one, or leave it out")
             low = least.get(f.name, 0)
             if isinstance(value, (int, float)) and not low <= value < math.inf:
                 why = "; a group of 1 has no advantage" if f.name == "group" else ""
@@ -106,8 +108,6 @@ class Config:
                 raise BadInput(f"{name} {value}: expected a positive number")
         if self.lora_rank is None and (self.lora_alpha is not None or self.save_merged):
             raise BadInput("--lora-alpha, --save-merged: expected --lora-rank R with them")
-        if self.data_dir == "":
-            raise BadInput("--data-dir: got an empty name; expected a folder, or leave it out")
         if self.resume and (self.out is None or self.overwrite):
             raise BadInput("--resume: expected --out with the folder of a run, and no --overwrite")
         if self.evict_every is not None and self.budget is None:
@@ -133,7 +133,6 @@ class Config:
 # What a flag that was not given becomes: (embedded model, real model).
 DEFAULTS = {"steps": (60, 200), "max_new": (64, 300), "lr": (1e-4, 1e-6), "control": (True, False),
             "checkpointing": (False, True), "dtype": ("fp32", "bf16")}
-
 LORA_LR = (1e-3, 1e-5)
 
 

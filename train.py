@@ -66,7 +66,7 @@ def open_run(cfg: Config) -> Path:
 
 
 def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: MasterOptimizer,
-                    before: dict | None, base: str | None) -> None:
+                    before: dict | None, seconds: float, base: str | None) -> None:
     """Written aside and renamed, so a kill or a full disk leaves the previous one valid."""
     aside, final = out / "checkpoint.tmp", out / f"checkpoint-{step:06d}"
     base = base or str(MODEL)
@@ -79,7 +79,7 @@ def save_checkpoint(out: Path, step: int, model: Qwen, tok: Tokenizer, optim: Ma
         else:
             save_model(model, aside)
         tok.save(aside)
-        state = {"step": step, "optim": optim.state_dict(), "before": before}
+        state = {"step": step, "optim": optim.state_dict(), "before": before, "seconds": seconds}
         torch.save(state, aside / "trainer.pt")
         aside.rename(final)
     except (OSError, RuntimeError, SafetensorError) as e:
@@ -202,7 +202,7 @@ def run(cfg: Config) -> None:
     if checkpoint:
         saved = torch.load(checkpoint / "trainer.pt", map_location=cfg.device)
         optim.load_state_dict(saved["optim"])
-        before = saved["before"]
+        before, begin = saved["before"], begin - saved["seconds"]
         keep_lines(out / "samples.jsonl", first)
         log = keep_lines(out / "metrics.jsonl", first)
     if cfg.model is None and cfg.data_dir is None:
@@ -239,7 +239,7 @@ def run(cfg: Config) -> None:
                            f"loss or gradient; {out} keeps the last good checkpoint; lower --lr")
         due = done == cfg.steps or (cfg.save_every and done % cfg.save_every == 0)
         if due and not metrics["step/skipped"]:  # else the weights may be what is wrong
-            save_checkpoint(out, done, model, tok, optim, before, cfg.model)
+            save_checkpoint(out, done, model, tok, optim, before, time.time() - begin, cfg.model)
     if cfg.save_merged:
         (out / "merged").mkdir(exist_ok=True)
         save_model(model, out / "merged", state=lora.merged(model))

@@ -7,7 +7,7 @@ Runs that differ in the seed alone form a row, named by the flags that differ. I
 95 %, Student's t over seeds. A paired difference is to the first row: the same seeds on the same
 problems. Mismatch columns are means over the logged steps, `min ratio` is the least of all. Seeds
 `4 of 5`: one run did not finish, and is in the mismatch columns alone. The table is Markdown, and
-ends with the command of each row.
+ends with the command of each row. A curve holds the steps that all runs of the row have a value of.
 """
 
 import argparse
@@ -62,13 +62,17 @@ def read_runs(places: list[Path]) -> list[dict]:
             raise BadInput(f"{place}: no run there; name folders that train.py wrote")
         for f in folders:
             log, summary = f / "metrics.jsonl", f / "summary.json"
+            config = read_json(f / "config.json")
+            if not {"seed", "task", "steps"} <= config.keys():
+                raise BadInput(f"{f}: its config.json is not that of a run; name folders that "
+                               "train.py wrote")
             try:
                 rows = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-                runs.append({"folder": f, "config": read_json(f / "config.json"),
-                             "summary": read_json(summary) if summary.is_file() else {},
-                             "log": [json.loads(x) for x in rows]})
-            except ValueError as e:
+                rows = [dict(json.loads(x)) for x in rows]
+            except (TypeError, ValueError) as e:
                 raise BadInput(f"{log}: {e}; a line was cut; leave the run out") from e
+            runs.append({"folder": f, "config": config, "log": rows,
+                         "summary": read_json(summary) if summary.is_file() else {}})
     return runs
 
 
@@ -105,7 +109,8 @@ def difference(row: list[dict], first: list[dict], cache: str) -> str:
 def command(config: dict) -> str:
     """The command line that makes a run, but for its seed and folder."""
     out = ["--task", config["task"], "--method", config.get("method", "smd")]
-    out += ["--model", config["model"]] if config["model"] else []
+    for key in ("model", "lora_rank", "budget"):  # others' defaults depend on these
+        out += [f"--{key.replace('_', '-')}", str(config[key])] if config.get(key) else []
     usual = dataclasses.asdict(parse(out, ""))
     for key, value in config.items():
         if key in IGNORED or value is None or usual.get(key, value) == value:
@@ -121,12 +126,11 @@ def table(rows: dict[str, list[dict]]) -> str:
     out = [" | ".join(HEAD), "|".join(["---"] * len(HEAD))]
     for name, every in rows.items():
         row = [run for run in every if run["summary"]]  # a run that broke off has no end
-        metric = metric_of(row)
-        if metric is None:
-            out.append(" | ".join((name, f"0 of {len(every)}", *["-"] * (len(HEAD) - 2))))
-            continue
-        ends = [spread(run["summary"][f"{metric}_{when}_{cache}"] for run in row)
-                for cache in ("dense", "evicted") for when in ("before", "after")]
+        metric, ends = metric_of(row), ["-"] * 4
+        if metric:
+            ends = [spread(run["summary"][f"{metric}_{when}_{cache}"] for run in row)
+                    for cache in ("dense", "evicted") for when in ("before", "after")]
+        seconds = [run["summary"]["seconds"] for run in row if "seconds" in run["summary"]]
         logged = {key: [x[f"mismatch/{key}"] for run in every for x in run["log"]
                         if x.get(f"mismatch/{key}") is not None]
                   for key in ("logp_abs_mean", "kl", "ratio_p01", "ratio_min", "rejected_frac")}
@@ -134,10 +138,10 @@ def table(rows: dict[str, list[dict]]) -> str:
         least = f"{min(logged['ratio_min']):.1g}" if logged["ratio_min"] else "-"
         out.append(" | ".join((
             name, f"{len(row)}" + (f" of {len(every)}" if len(every) > len(row) else ""),
-            str(row[0]["config"]["steps"]), *ends,
+            str(every[0]["config"]["steps"]), *ends,
             difference(row, first, "dense"), difference(row, first, "evicted"), *means[:3],
             least, means[4],
-            f"{sum(run['summary'].get('seconds', math.nan) for run in row) / len(row) / 60:.1f}")))
+            f"{sum(seconds) / len(seconds) / 60:.1f}" if seconds else "-")))
     lines = [f"| {x} |" for x in out]
     return "\n".join([*lines, "", *(f"    {command(row[0]['config'])}" for row in rows.values())])
 
@@ -185,16 +189,17 @@ def draw(rows: dict[str, list[dict]], png: Path) -> None:
     ended = {name: row for name, row in ended.items() if row}
     if not ended:
         return
-    metric = metric_of([run for row in rows.values() for run in row])
     figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.5 * len(ended)))
-    for y, row in enumerate(ended.values()):
+    metrics = [metric_of(rows[name]) for name in ended]
+    for y, (metric, row) in enumerate(zip(metrics, ended.values(), strict=True)):
         for cache, colour, shift in (("dense", "tab:blue", -0.12), ("evicted", "tab:orange", 0.12)):
             values = [x[f"{metric}_after_{cache}"] for x in row]
             mean, half = mean_and_half(values)
             axes.plot(values, [y + shift] * len(values), "o", color=colour, alpha=0.35)
             axes.errorbar(mean, y + shift, xerr=half, fmt="|", color=colour, capsize=3,
                           label=f"{cache} cache" if y == 0 else None)
-    axes.set(xlabel=f"{metric} after training", yticks=range(len(ended)), yticklabels=ended)
+    axes.set(xlabel=f"{', '.join(dict.fromkeys(metrics))} after training",
+             yticks=range(len(ended)), yticklabels=ended)
     axes.invert_yaxis()
     axes.legend(fontsize="small")
     figure.savefig(png / "ends.png", dpi=150, bbox_inches="tight")

@@ -38,7 +38,6 @@ def read_rows(task: str, split: str, data_dir: str | None, address: str, sha256:
 
     Args:
         sha256: of the downloaded file; None = checked against the MD5 that the server states.
-        parse: makes a row, or raises an Arithmetic-, Attribute-, Lookup-, Type- or ValueError.
     Raises:
         BadInput: no file, a broken download, or a row (file:line) that is not as `expected`.
     """
@@ -52,15 +51,16 @@ def read_rows(task: str, split: str, data_dir: str | None, address: str, sha256:
         raise BadInput(f"{path}: {e}; expected the file of {address}; "
                        "name a folder that holds it: --data-dir FOLDER") from e
     # Not str.splitlines: a text may hold a U+2028, which that takes for the end of a line.
+    content = content.removeprefix(b"\xef\xbb\xbf")
     lines, rows = content.removesuffix(b"\n").split(b"\n"), []
     try:
-        whole = json.loads(content) if content[:1] == b"[" else None
-    except ValueError as e:
+        whole = (json.loads(content) or [None]) if content.lstrip()[:1] == b"[" else None
+    except (RecursionError, ValueError) as e:
         raise BadInput(f"{path}: {e}; expected an array of rows; download it again") from e
     for number, line in enumerate(whole or lines, start=1):
         try:
             rows.append(parse(line if whole else json.loads(line)))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        except Exception as e:
             raise BadInput(f"{path}:{number}: {e!r}; expected {expected}; mend the line") from e
     return rows
 

@@ -34,7 +34,7 @@ def _row(row: dict) -> tuple[str, str, str]:
         title, text = (x["title"], x["text"]) if isinstance(x, dict) else x
         if isinstance(text, str) != isinstance(x, dict):
             raise ValueError(f"paragraph {x!r:.60}")
-        paragraphs.append(f"{title}: {''.join(text).strip()}")
+        paragraphs.append(f"{title.strip()}: {''.join(text).strip()}")
     if not paragraphs:
         raise ValueError("no paragraphs")
     return row["question"].strip(), row["answer"].strip(), "\n".join(paragraphs)

@@ -26,7 +26,11 @@ table() { # TITLE, flags of compare.py
             { tail -n 1 "$1.log" >&2; exit 1; }
         rm -f "$1"/checkpoint-*/trainer.pt # the state of the optimiser, the larger part' each ||
         { echo "not every run of this table finished: see above, and the seeds below" >&2; failed=1; }
+    local folder found=()
+    for folder in "${folders[@]}"; do
+        ! compgen -G "$folder/*/config.json" > /dev/null || found+=("$folder")
+    done
     printf '\n## %s\n\n' "$1"
-    "$PYTHON" benchmarks/compare.py "${folders[@]}" "${@:2}"
+    "$PYTHON" benchmarks/compare.py "${found[@]}" "${@:2}" || failed=1
     folders=() queue=
 }

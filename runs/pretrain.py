@@ -23,7 +23,15 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data import stories, texts  # noqa: E402
-from model import ModelConfig, Qwen, causal, load_model, save_model  # noqa: E402
+from errors import run_cli  # noqa: E402
+from model import (  # noqa: E402
+    ModelConfig,
+    Qwen,
+    causal,
+    find_checkpoint,
+    load_model,
+    save_model,
+)
 from tokenizer import SPLIT, Tokenizer  # noqa: E402
 
 READING = ("hotpotqa", "hotpotqa", "hotpotqa", "tldr", "govreport", "govreport")
@@ -153,6 +161,8 @@ def start(model: Qwen, tok: Tokenizer, init: Path) -> None:
 
 def train(out: Path, init: Path | None, seed: int) -> None:
     """Muon for the matrices, AdamW for the rest; linear decay over the last 40 % of the steps."""
+    if init:
+        find_checkpoint(str(init))  # before anything is written
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     torch.set_num_threads(2)
@@ -199,4 +209,4 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     parser.add_argument("--init", type=Path, help="begin the second stage from this checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    train(**vars(parser.parse_args()))
+    run_cli(lambda: train(**vars(parser.parse_args())))

@@ -209,7 +209,7 @@ def test_an_interrupt_is_no_traceback(rows):
 
 
 @pytest.mark.parametrize("page", ["README.md", "results/embedded.md", "results/mismatch.md",
-                                  "results/mismatch_real.md"])
+                                  "results/mismatch_real.md", "results/methods.md"])
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
     links = [x for x in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in x]

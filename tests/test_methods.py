@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import grpo
 import train
 from config import parse
 from errors import BadInput
+from eval import load, load_problems
 from eviction import DENSE, NEVER
 from grpo import METHODS, Objective, advantages, backward, dead_groups, old_policy, sparse_rl
 from optim import MasterOptimizer
@@ -216,3 +218,19 @@ def test_a_training_step_follows_the_flags(method, updates, tmp_path, monkeypatc
         assert old is None
     else:
         assert (old is rollout.logp) == (method == "smd")
+
+
+def test_metrics_of_several_updates(monkeypatch):
+    """Of the first, whose policy is the sampler's; the clip that of the last."""
+    updates = iter(range(1, 4))
+    monkeypatch.setattr(train, "backward", lambda *a: {
+        "loss": (u := float(next(updates))), "mismatch/kl": u, "policy/clip_frac": u,
+        "tok/learn": u})
+    cfg = parse(["--task", "gsm8k", "--updates-per-rollout", "3", "--prompts", "1", "--group", "2",
+                 "--max-new", "2", "--method", "naive"], "x")
+    tok, model = load(cfg)
+    batch = load_problems(cfg, "train", tok)[:1]
+    optim = SimpleNamespace(step=lambda finite: 7.0)
+    metrics, _ = train.train_step(model, optim, tok, batch, cfg, 0)
+    assert (metrics["loss"], metrics["mismatch/kl"], metrics["policy/clip_frac"]) == (1, 1, 3)
+    assert metrics["tok/learn_per_sec"] * metrics["time/learn_sec"] == pytest.approx(6)

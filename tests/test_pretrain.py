@@ -1,12 +1,15 @@
 """runs/pretrain.py: its documents are the tasks' prompts, and its stages make a checkpoint."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from data import stories, texts
-from model import load_model
+from errors import BadInput
+from model import causal, load_model
 from runs import pretrain
 from tokenizer import Tokenizer
 
@@ -62,6 +65,46 @@ def test_stages_and_start(tok, monkeypatch, tmp_path):
     (here,), (there,) = (x.encode(" apples") for x in (tok, known))
     assert torch.equal(made.embed_tokens.weight[here], old.embed_tokens.weight[there])
     assert torch.equal(made.layers[3].mlp.up_proj.weight, old.layers[3].mlp.up_proj.weight)
-    new = set(tok._bytes.values()) - set(known._bytes.values())
-    rows = [i for i, piece in tok._bytes.items() if piece in new]
-    assert torch.equal(made.embed_tokens.weight[rows], before[rows])
+    # And with one that names its tokens the other way round, and has one more.
+    V = known.vocab_size
+    monkeypatch.setattr(pretrain.Tokenizer, "load", lambda folder: known)
+    turned = SimpleNamespace(control={key: V - 1 - i for key, i in known.control.items()},
+                             _bytes={V - 1 - i: piece for i, piece in known._bytes.items()})
+    turned._bytes[V] = b"a new token"
+    before = made.embed_tokens.weight.detach().clone()
+    pretrain.start(made, turned, stories.MODEL)
+    assert torch.equal(made.embed_tokens.weight[:V], old.embed_tokens.weight[:V].flip(0))
+    assert torch.equal(made.embed_tokens.weight[V], before[V])
+
+
+def test_it_learns_the_next_token(tok, monkeypatch, tmp_path):
+    """Two stages of the same document: the loss of what counts falls far below that at random."""
+    fixed = pretrain.document(random.Random(0), tok, "gsm8k", 0)
+    monkeypatch.setattr(pretrain, "document", lambda *a: fixed)
+    monkeypatch.setattr(pretrain, "STAGES", ((("gsm8k",), 25, 10, 1.0), (("gsm8k",), 25, 10, 1.0)))
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(pretrain, "train_tokenizer", lambda folder, seed: tok.save(folder) or tok)
+    pretrain.train(tmp_path / "both", None, 0)
+    model = load_model(tmp_path / "both", dtype=torch.float32)
+    ids, weight = (torch.tensor(x) for x in fixed)
+    with torch.no_grad():
+        z = model.logits(model(ids[None], torch.arange(len(ids))[None], causal)[0])
+    loss = F.cross_entropy(z[:-1], ids[1:], reduction="none")[weight[1:] == 1]
+    assert loss.mean() < 1 < 5 < F.cross_entropy(z[:-2], ids[2:])
+
+
+def test_forms_of_the_answers(tok):
+    r = random.Random(0)
+    kinds = [pretrain.wanted(r, "as rewarded", "other") for _ in range(300)]
+    assert kinds.count("as rewarded") / 300 == pytest.approx(pretrain.TEXT_FRAC, abs=0.08)
+    steps = stories.story(r, 2)[1]
+    for kind, share in (("trade", 0.65), ("another", 0.2)):
+        ends = ["####" in pretrain.final_answer(r, steps, kind) for _ in range(300)]
+        assert sum(ends) / 300 == pytest.approx(share, abs=0.08)
+
+
+def test_a_start_that_is_not_there_writes_nothing(tmp_path):
+    with pytest.raises(BadInput, match="nowhere"):
+        pretrain.train(tmp_path / "out", tmp_path / "nowhere", 0)
+    assert not (tmp_path / "out").exists()

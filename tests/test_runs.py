@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 if sys.argv[1] == "train.py":
     folder = Path(sys.argv[sys.argv.index("--out") + 1])
     folder.mkdir()
+    (folder / "config.json").write_text("{{}}")
     (folder / "summary.json").write_text("{{}}")
 with open(os.environ["CALLS"], "a") as f:
     f.write(json.dumps(sys.argv[1:]) + "\\n")
@@ -46,6 +48,16 @@ def test_a_recipe_trains_what_it_says_and_not_twice(recipe, tmp_path):
         cfg = parse(argv[1:], "x")
         folder = Path(cfg.out)
         assert folder.name == str(cfg.seed)
+        # What the folder does not say is common to all.
+        said = dict(re.findall("(steps|method|lam|teacher|policy|keep)_([^_]+)",
+                               folder.parent.name))
+        said = {"steps": "40", "teacher": "initial", "lam": "0.1", "policy": "snapkv", **said}
+        assert (cfg.prompts, cfg.lr, cfg.limit, cfg.steps) == (4, 3e-4, 128, int(said["steps"]))
+        assert (cfg.method, cfg.policy, cfg.keep) == (said["method"], said["policy"],
+                                                      float(said["keep"]))
+        if cfg.method == "smd":
+            assert cfg.lam == float(said["lam"])
+            assert cfg.teacher == (said["teacher"] if cfg.lam else None)
         cells.setdefault((cfg.task, folder.parent), set()).add(cfg.seed)
     compared = [x for x in seen[1] if x[0] == "benchmarks/compare.py"]
     assert {str(cell) for _, cell in cells} == {x for argv in compared for x in argv
@@ -91,12 +103,15 @@ def test_a_run_that_fails_fails_the_recipe(tmp_path):
     (tmp_path / "runs" / "common.sh").write_bytes((ROOT / "runs" / "common.sh").read_bytes())
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     recipe = tmp_path / "runs" / "it.sh"
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     recipe.write_text("set -euo pipefail; source runs/common.sh\n"
                       "cell 0 --task gsm8k --keep 2\n"
-                      "cell 0 --task gsm8k --steps 0 --limit 0\ntable both\n")
+                      "cell 0 --task gsm8k --steps 0 --limit 0\ntable both\ntable none\n")
     done = subprocess.run(["bash", str(recipe)], text=True, capture_output=True, cwd=tmp_path,
                           env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
     assert done.returncode != 0 and "error: --keep 2" in done.stderr
+    assert "## both" in done.stdout and "| gsm8k | 1 | 0 | - " in done.stdout
+    assert "## none" in done.stdout, "a table that cannot be printed costs no other"
     runs = tmp_path / "out" / "runs"
     assert [p.parent.parent.name for p in runs.glob("*/*/summary.json")] == [
         "task_gsm8k_steps_0_limit_0"]

@@ -99,6 +99,10 @@ def test_hotpotqa_answers():
     metrics = TASKS["hotpotqa"].METRICS
     assert {name: metric("Answer: delta", p) for name, metric in metrics.items()} == {
         "f1": pytest.approx(2 / 3), "em": 0.0}
+    assert next(iter(metrics)) == "f1" and reward("Answer:\nDelta Blues\nmore", p) == 1
+    assert reward("noanswer is no answer", Problem(0, "", "noanswer")) == 0
+    files = TASKS["hotpotqa"].FILES
+    assert "train" in files["train"][0] and "dev_distractor" in files["test"][0]
 
 
 def test_tldr_reward_is_less_for_what_is_longer():
@@ -106,8 +110,14 @@ def test_tldr_reward_is_less_for_what_is_longer():
     assert reward("one two three four", p) == 1 and reward("one two", p) == pytest.approx(2 / 3)
     assert reward("one two three four a b", p) == pytest.approx(0.8 - 0.2 * 0.5)
     assert reward("one " * 40, p) == pytest.approx(2 / 44 - 0.2)
+    assert TASKS["tldr"].METRICS["rouge_l"]("one two three four a b", p) == pytest.approx(0.8)
 
 
+PROMPTS = {
+    "hotpotqa": "T: A b. C.\nU: \n\nQuestion: Who?",
+    "tldr": "SUBREDDIT: r/s\n\nTITLE: t\n\nPOST: p q\n\nTL;DR:",
+    "govreport": "long text\n\nSummary:",
+}
 ROWS = {
     "hotpotqa": {"question": "Who?", "answer": "X", "context": [["T", ["A b.", " C."]], ["U", []]]},
     "tldr": {"subreddit": "s", "title": "t", "post": "p q", "summary": "q"},
@@ -122,6 +132,7 @@ def test_rows_of_a_folder(task, tmp_path):
     problems = TASKS[task].load("test", str(tmp_path))
     assert [p.index for p in problems] == [0, 1]
     assert problems[0].prompt == problems[0].before + problems[0].document + problems[0].after
+    assert problems[0].prompt.endswith(PROMPTS[task])
     assert TASKS[task].reward(problems[0].answer, problems[0]) == 1
     if task == "hotpotqa":
         assert problems[0].document == "T: A b. C.\nU: "
@@ -130,6 +141,13 @@ def test_rows_of_a_folder(task, tmp_path):
         dicts = dict(ROWS[task], context=[{"title": "T", "text": "A b. C."}])
         path.write_text(json.dumps(dicts))
         assert TASKS[task].load("test", str(tmp_path))[0].document == "T: A b. C."
+    path.write_bytes(b"\xef\xbb\xbf\n" + json.dumps([ROWS[task]]).encode())
+    assert TASKS[task].load("test", str(tmp_path)) == problems[:1]
+    for text, complaint in (("[" * 100_000, "test.jsonl: "), ("[]", "test.jsonl:1: "),
+                            ('{"a": ' * 100_000, "test.jsonl:1: ")):
+        path.write_text(text)
+        with pytest.raises(BadInput, match=complaint):
+            TASKS[task].load("test", str(tmp_path))
     path.write_text(json.dumps(ROWS[task]) + "\n" + json.dumps({"x": 1}))
     with pytest.raises(BadInput, match=r"test\.jsonl:2: .*expected an object with"):
         TASKS[task].load("test", str(tmp_path))
