@@ -98,7 +98,7 @@ class Config:
             if f.name in checked_there:
                 continue
             name, value = f"--{f.name.replace('_', '-')}", getattr(self, f.name)
-            if value == "":
+            if value == "" and f.name in ("data_dir", "model", "out"):
                 raise BadInput(f"{name}: got an empty name; expected one, or leave it out")
             low = least.get(f.name, 0)
             if isinstance(value, (int, float)) and not low <= value < math.inf:

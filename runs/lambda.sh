@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # results/methods.md, "Distillation": its weight, and whose dense pass teaches. With lambda 1000 the
 # reward plays no part: that is the distillation alone.
-# Hardware: CPU, one core and 1 GB a job. Minutes: about 4 a run.
+# Hardware: CPU, one core and 1 GB a job. Minutes: 2.5 to 8 a run.
 #   JOBS=2 bash runs/lambda.sh
 set -euo pipefail
 source "$(dirname "$0")/common.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # results/methods.md, "Tasks": the four methods on the four tasks, one update a rollout. At 0.3 the
 # short prompts of the last three would keep little but a window of 32: theirs has 8 queries.
-# Hardware: CPU, one core and 1 GB a job. Minutes: about 2 a run.
+# Hardware: CPU, one core and 1 GB a job. Minutes: 1 to 3.5 a run.
 #   JOBS=2 bash runs/methods.sh
 set -euo pipefail
 source "$(dirname "$0")/common.sh"

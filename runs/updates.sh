@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # results/methods.md, "Updates": one and four updates a rollout.
-# Hardware: CPU, one core and 1 GB a job. Minutes: about 2 a run; 4 with 4 updates a rollout.
+# Hardware: CPU, one core and 1 GB a job. Minutes: 1.5 to 4 a run, 2.5 to 5 with 4 updates a rollout.
 #   JOBS=2 bash runs/updates.sh
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
