@@ -19,6 +19,20 @@ def tok(tmp_path_factory):
     return pretrain.train_tokenizer(tmp_path_factory.mktemp("tok"), 0)
 
 
+@pytest.fixture
+def pretrained(tok, monkeypatch, tmp_path):
+    """The folder of a model of other, shorter stages."""
+    def go(*stages):
+        monkeypatch.setattr(pretrain, "STAGES", stages)
+        monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+        monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+        monkeypatch.setattr(pretrain, "train_tokenizer",
+                            lambda folder, seed: tok.save(folder) or tok)
+        pretrain.train(tmp_path / "both", None, 0)
+        return tmp_path / "both"
+    return go
+
+
 @pytest.mark.parametrize("task", ["gsm8k", *dict.fromkeys(pretrain.READING)])
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_a_document_is_prompt_and_answer(tok, task, size):
@@ -48,19 +62,14 @@ def test_what_is_repeated_is_in_the_text_and_the_choice_of_it_hardly_counts(tok)
     assert 5 < seen < 30
 
 
-def test_stages_and_start(tok, monkeypatch, tmp_path):
-    monkeypatch.setattr(pretrain, "STAGES", ((("gsm8k",), 2, 300, 1.0), (("tldr",), 2, 300, 0.5)))
-    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr(pretrain, "train_tokenizer", lambda folder, seed: tok.save(folder) or tok)
-    pretrain.train(tmp_path / "both", None, 0)
-    made = load_model(tmp_path / "both", dtype=torch.float32)
-    assert Tokenizer.load(tmp_path / "both").vocab_size == tok.vocab_size <= made.cfg.V
+def test_stages_and_start(tok, monkeypatch, pretrained):
+    folder = pretrained((("gsm8k",), 2, 300, 1.0), (("tldr",), 2, 300, 0.5))
+    made = load_model(folder, dtype=torch.float32)
+    assert Tokenizer.load(folder).vocab_size == tok.vocab_size <= made.cfg.V
     assert all(p.isfinite().all() for p in made.parameters())
 
     # From a model with another tokenizer: the rows of the tokens that both know, and all the rest.
     old, known = load_model(stories.MODEL, dtype=torch.float32), Tokenizer.load(stories.MODEL)
-    before = made.embed_tokens.weight.detach().clone()
     pretrain.start(made, tok, stories.MODEL)
     (here,), (there,) = (x.encode(" apples") for x in (tok, known))
     assert torch.equal(made.embed_tokens.weight[here], old.embed_tokens.weight[there])
@@ -77,16 +86,12 @@ def test_stages_and_start(tok, monkeypatch, tmp_path):
     assert torch.equal(made.embed_tokens.weight[V], before[V])
 
 
-def test_it_learns_the_next_token(tok, monkeypatch, tmp_path):
+def test_it_learns_the_next_token(tok, monkeypatch, pretrained):
     """Two stages of the same document: the loss of what counts falls far below that at random."""
     fixed = pretrain.document(random.Random(0), tok, "gsm8k", 0)
     monkeypatch.setattr(pretrain, "document", lambda *a: fixed)
-    monkeypatch.setattr(pretrain, "STAGES", ((("gsm8k",), 25, 10, 1.0), (("gsm8k",), 25, 10, 1.0)))
-    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr(pretrain, "train_tokenizer", lambda folder, seed: tok.save(folder) or tok)
-    pretrain.train(tmp_path / "both", None, 0)
-    model = load_model(tmp_path / "both", dtype=torch.float32)
+    folder = pretrained((("gsm8k",), 25, 10, 1.0), (("gsm8k",), 25, 10, 1.0))
+    model = load_model(folder, dtype=torch.float32)
     ids, weight = (torch.tensor(x) for x in fixed)
     with torch.no_grad():
         z = model.logits(model(ids[None], torch.arange(len(ids))[None], causal)[0])
