@@ -19,7 +19,7 @@ cell() {
 
 table() { # TITLE, flags of compare.py
     # shellcheck disable=SC2016
-    printf %s "$queue" | xargs -P "${JOBS:-1}" -L 1 bash -c '
+    printf %s "$queue" | xargs -r -P "${JOBS:-1}" -L 1 bash -c '
         [ -f "$1/summary.json" ] && exit
         mkdir -p "$(dirname "$1")"
         "$PYTHON" train.py --out "$@" --overwrite --no-control --save-every 0 > "$1.log" 2>&1 ||

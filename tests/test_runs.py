@@ -106,12 +106,22 @@ def test_a_run_that_fails_fails_the_recipe(tmp_path):
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     recipe.write_text("set -euo pipefail; source runs/common.sh\n"
                       "cell 0 --task gsm8k --keep 2\n"
-                      "cell 0 --task gsm8k --steps 0 --limit 0\ntable both\ntable none\n")
+                      "cell 0 --task gsm8k --steps 0 --limit 0\ntable both\n")
     done = subprocess.run(["bash", str(recipe)], text=True, capture_output=True, cwd=tmp_path,
                           env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
     assert done.returncode != 0 and "error: --keep 2" in done.stderr
     assert "## both" in done.stdout and "| gsm8k | 1 | 0 | - " in done.stdout
-    assert "## none" in done.stdout, "a table that cannot be printed costs no other"
     runs = tmp_path / "out" / "runs"
     assert [p.parent.parent.name for p in runs.glob("*/*/summary.json")] == [
         "task_gsm8k_steps_0_limit_0"]
+
+
+def test_a_table_without_runs_fails_the_recipe_and_costs_no_other(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "common.sh").write_bytes((ROOT / "runs" / "common.sh").read_bytes())
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    recipe = tmp_path / "runs" / "it.sh"
+    recipe.write_text("set -euo pipefail; source runs/common.sh\ntable one\ntable two\n")
+    done = subprocess.run(["bash", str(recipe)], text=True, capture_output=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHON": sys.executable})
+    assert done.returncode == 1 and "## one" in done.stdout and "## two" in done.stdout
