@@ -49,10 +49,12 @@ def test_a_recipe_trains_what_it_says_and_not_twice(recipe, tmp_path):
         folder = Path(cfg.out)
         assert folder.name == str(cfg.seed)
         # What the folder does not say is common to all.
-        said = dict(re.findall("(steps|method|lam|teacher|policy|keep)_([^_]+)",
+        said = dict(re.findall("(steps|method|lam|lr|teacher|policy|keep)_([^_]+)",
                                folder.parent.name))
-        said = {"steps": "40", "teacher": "initial", "lam": "0.1", "policy": "snapkv", **said}
-        assert (cfg.prompts, cfg.lr, cfg.limit, cfg.steps) == (4, 3e-4, 128, int(said["steps"]))
+        said = {"steps": "40", "teacher": "initial", "lam": "0.1", "policy": "snapkv",
+                "lr": "3e-4", **said}
+        assert (cfg.prompts, cfg.limit, cfg.steps) == (4, 128, int(said["steps"]))
+        assert cfg.lr == float(said["lr"])
         assert (cfg.method, cfg.policy, cfg.keep) == (said["method"], said["policy"],
                                                       float(said["keep"]))
         if cfg.method == "smd":
