@@ -3,7 +3,8 @@
     python benchmarks/mismatch.py --task gsm8k --policy snapkv --keep 0.5 --dtype fp32
     python benchmarks/mismatch.py --task gsm8k --model FOLDER --data-dir FOLDER --dtype bf16
 
-Prints one JSON line a learner. `shadow` replays the record of the rollout, `dense` ignores it.
+Prints one JSON line a learner. `shadow` replays the record of the rollout, `dense` ignores it;
+`rejected_frac` is the share of samples that Sparse-RL would leave out.
 `--grid` does so for snapkv, recent, random and h2o, each at keep 0.7, 0.5 and 0.3.
 """
 
@@ -21,7 +22,7 @@ import eval as evaluation  # noqa: E402
 from config import Config, flag, parse  # noqa: E402
 from errors import run_cli  # noqa: E402
 from eval import Encoded, load, load_problems, respond  # noqa: E402
-from grpo import group_terms, mismatch  # noqa: E402
+from grpo import group_terms, mismatch, sparse_rl  # noqa: E402
 from model import Qwen  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
@@ -53,15 +54,16 @@ def measure(model: Qwen, tok: Tokenizer, encoded: Encoded, cfg: Flags) -> None:
            "kv_bytes": rollout.kv_bytes_peak, "kv_bytes_dense": rollout.kv_bytes_dense,
            "rollout_sec": round(time.perf_counter() - start, 1)}
     for learner in ("shadow", "dense"):
-        start, difference = time.perf_counter(), []
+        start, learnt = time.perf_counter(), rollout.logp.clone()
         with torch.no_grad():
             for n in range(len(encoded)):
                 logp, _, _, mask = group_terms(
                     model, rollout, n, slice(0, cfg.group), temperature=cfg.temperature,
                     distil=False, replay=learner == "shadow")
-                difference.append(logp - rollout.logp[n, :, : mask.shape[1]][mask])
-        figures = mismatch(torch.cat(difference))
-        print(json.dumps({**row, "learner": learner,
+                learnt[n, :, : mask.shape[1]][mask] = logp
+        figures = mismatch((learnt - rollout.logp)[rollout.mask])
+        rejected = float(sparse_rl(learnt, rollout)[1].float().mean())
+        print(json.dumps({**row, "learner": learner, "rejected_frac": rejected,
                           **{key.removeprefix("mismatch/"): x for key, x in figures.items()},
                           "learner_sec": round(time.perf_counter() - start, 1)}), flush=True)
 

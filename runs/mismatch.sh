@@ -8,15 +8,15 @@ set -euo pipefail
 MODEL=$(realpath "${MODEL:?name a checkpoint folder}") DATA=${DATA:+$(realpath "$DATA")}
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python} out=out/mismatch/$(basename "$MODEL")
-mkdir -p $out
+mkdir -p "$out"
 for task in gsm8k hotpotqa govreport tldr; do
-    [ -f $out/$task.jsonl ] && continue
+    [ -f "$out/$task.jsonl" ] && continue
     $python benchmarks/mismatch.py --task $task --model "$MODEL" --grid --dtype fp32 \
         ${DATA:+--data-dir "$DATA/$task"} --max-prompt 2048 --prompts 2 --group 4 --max-new 48 \
-        --limit 2 > $out/$task.tmp
-    grep '^{' $out/$task.tmp > $out/$task.jsonl
+        --limit 2 > "$out/$task.tmp"
+    grep '^{' "$out/$task.tmp" > "$out/$task.jsonl"
 done
-$python - $out/*.jsonl <<'END'
+$python - "$out"/*.jsonl <<'END'
 import json, sys
 print("| task | policy | keep | prompt tokens | shadow: mean | largest | dense: mean | largest | k3 |"
       " 1 % ratio | outside [0.9, 1.1] |\n|" + "---|" * 11)

@@ -127,3 +127,41 @@ def test_a_table_without_runs_fails_the_recipe_and_costs_no_other(tmp_path):
     done = subprocess.run(["bash", str(recipe)], text=True, capture_output=True, cwd=tmp_path,
                           env={**os.environ, "PYTHON": sys.executable})
     assert done.returncode == 1 and "## one" in done.stdout and "## two" in done.stdout
+
+
+ROW = {"policy": "recent", "keep": 0.5, "prompt_tokens": [5], "tokens": 9, "rejected_frac": 0.25,
+       "logp_abs_mean": 0.5, "logp_abs_max": 8, "kl": 0.4, "ratio_p01": 1e-3, "ratio_min": 1e-5,
+       "outside_frac": 0.5}
+MEASURE = """#!{python}
+import json, os, sys
+if sys.argv[1] == "-":
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+from benchmarks.mismatch import FLAGS, Flags, GRID
+from config import parse
+cfg = parse(sys.argv[2:], "x", FLAGS, Flags)
+with open(os.environ["CALLS"], "a") as f:
+    f.write(f"{{cfg.task}} {{cfg.max_new}}\\n")
+print("cpu, fp32")
+for _ in range(2 * (len(GRID) if cfg.grid else 1)):
+    print(json.dumps(dict({row}, task=cfg.task)))
+"""
+
+
+@pytest.mark.parametrize("recipe, calls, rows", [
+    ("length.sh", [f"gsm8k {n}" for n in (24, 48, 96, 192)], 4),
+    ("mismatch.sh", [f"{t} 48" for t in ("gsm8k", "hotpotqa", "govreport", "tldr")], 48)])
+def test_the_recipes_on_a_real_checkpoint(recipe, calls, rows, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / recipe).write_bytes((ROOT / "runs" / recipe).read_bytes())
+    stub, log = tmp_path / "python", tmp_path / "calls"
+    stub.write_text(MEASURE.format(python=sys.executable, row=ROW))
+    stub.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(stub), "CALLS": str(log), "PYTHONPATH": str(ROOT),
+           "MODEL": str(tmp_path), "DATA": str(tmp_path)}
+    for _ in range(2):  # the second time nothing is left to measure
+        done = subprocess.run(["bash", f"runs/{recipe}"], cwd=tmp_path, check=True, env=env,
+                              capture_output=True, text=True)
+        assert log.read_text().splitlines() == calls
+        head, line, *table = done.stdout.splitlines()
+        assert {x.count("|") for x in (head, line, *table)} == {head.count("|")}
+        assert len(table) == rows and all("| 0.50 | 8.0 | 0.4 | 1.0e-03 |" in x for x in table)

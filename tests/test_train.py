@@ -725,6 +725,8 @@ def test_mismatch_program(tiny, rows, tmp_path):
         assert {k: row[k] for k in ("policy", "keep", "dtype", "learner")} == {
             "policy": "recent", "keep": 0.3, "dtype": "fp32", "learner": learner}
         assert 0 <= row["logp_abs_mean"] <= row["logp_abs_max"] and row["kl"] >= 0
+        # 6 samples: one is left out as soon as its smallest ratio is below 1e-4
+        assert (row["rejected_frac"] > 0) == (row["ratio_min"] < 1e-4)
     assert shadow["logp_abs_max"] < 2e-5 and dense["logp_abs_mean"] > 1e-2
     assert shadow["kl"] < 1e-3 * dense["kl"]
     assert list(tmp_path.iterdir()) == []
